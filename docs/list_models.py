@@ -200,7 +200,7 @@ REASONS = (
     ("masks or biases of a layer's own", "gives its attention"),
     ("tokens that see each other both ways", "tokens see later ones"),
     ("attention past the interface", "AttentionInterface|does not route"),
-    ("no text as an answer", "does not generate text|and no text"),
+    ("no text as an answer", "neither generates text nor|does not generate text|and no text"),
     ("no encoder under transformers' usual name", "but no get_image_features"),
     ("processors that do not report what media become", "does not report"),
     ("processors that do more to a prompt", "does more to a prompt"),

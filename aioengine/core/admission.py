@@ -47,11 +47,12 @@ def refuse_impossible(request: Request, limits: Limits) -> None:
         raise errors.InvalidRequestError(
             "prompt has no tokens; give it at least one", parameter="prompt", value=0
         )
-    if num_prompt >= limits.max_model_len:
+    samples = request.pooling is None
+    if num_prompt + samples > limits.max_model_len:
         raise errors.PromptTooLongError(
             f"prompt has {num_prompt} tokens, media included, but max_model_len is "
-            f"{limits.max_model_len} and one output token must fit too; shorten the prompt or "
-            f"raise max_model_len (and kv_cache_bytes)",
+            f"{limits.max_model_len}{' and one output token must fit too' if samples else ''}; "
+            f"shorten the prompt or raise max_model_len (and kv_cache_bytes)",
             parameter="prompt",
             value=num_prompt,
         )

@@ -72,6 +72,9 @@ class BlockPool(Places[BlockKey]):
 
     def _num_outside(self, request: Request, num_blocks: int) -> int:
         """Fewer blocks, where a request may not start behind so many."""
+        if request.pooling is not None:
+            # It may be as long as there are blocks: none is left for what is computed once more.
+            num_blocks = min(num_blocks, (request.num_known - 1) // self.block_size)
         if request.starts_outside:
             for low, high in reversed(request.bidirectional):
                 if low < min(num_blocks * self.block_size, request.num_known - 1) < high:

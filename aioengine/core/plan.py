@@ -76,8 +76,8 @@ class SequencePlan:
 
     `token_ids` are the inputs at these positions (UNSAMPLED where the device knows better);
     `block_tables` has one tuple of block ids per KV group and covers [0, end). If `samples`, the
-    last position's logits give output token number `output_index`. `sampling` and `inputs` are
-    opaque to the core.
+    last position's logits give output token number `output_index`. `sampling`, `pooling` and
+    `inputs` are opaque to the core; one with `pooling` samples nothing.
 
     `is_stored`: the cache holds the one token of this part already, in a block that others may
     read, and only its logits are wanted. What the step writes of it goes where the next token's
@@ -102,6 +102,7 @@ class SequencePlan:
     output_index: int
     is_stored: bool = False
     sampling: Any = None
+    pooling: Any = None
     inputs: Any = None
     cross_tables: tuple[tuple[int, ...], ...] = ()
     num_encoder_rows: int = 0
@@ -140,6 +141,7 @@ class StepResult:
     `prompt_logprobs` of the prompt's tokens, from the position given on, as `ScoreColumns`.
 
     `processed`: begin and end of the callers' own logits processors, where there were such.
+    `pooled`: what this step adds to the vector of a request that asked for one.
     """
 
     token_ids: Sequence[int]
@@ -147,6 +149,7 @@ class StepResult:
     logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     processed: tuple[float, float] | None = None
+    pooled: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,10 @@ class MediaPlan:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """A sampled token that a commit accepted, and whether it was the request's last."""
+    """A sampled token that a commit accepted, and whether it was the request's last.
+
+    UNSAMPLED of a request that ends with its prompt.
+    """
 
     request_id: str
     token_id: int

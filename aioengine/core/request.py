@@ -93,6 +93,8 @@ class Request:
     reads_prefix: bool = True
     """The seam for requests that must compute every token (log probabilities of the prompt)."""
     sampling: Any = None
+    pooling: Any = None
+    """What becomes of its hidden states: it samples no token then, and ends with its prompt."""
     inputs: Any = None
     """What the model has to know of the prompt as a whole."""
     awaits_tokens: bool = False
@@ -186,7 +188,9 @@ class Request:
 
     @property
     def is_exhausted(self) -> bool:
-        """Return whether the steps in flight already sample the last token that it may have."""
+        """Return whether the steps in flight already compute the last that it may have."""
+        if self.pooling is not None:
+            return self.ends_behind(self.num_scheduled)
         return self.num_output >= self.stop.max_tokens
 
     @property
@@ -198,6 +202,16 @@ class Request:
     def is_decoding(self) -> bool:
         """Return whether one token is all there is to compute."""
         return self.num_tokens - self.num_scheduled == 1
+
+    def ends_behind(self, position: int) -> bool:
+        """Return whether it ends once all positions before this one are computed."""
+        return self.pooling is not None and position == len(self.prompt_token_ids)
+
+    def verdict(self, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Return whether it ends now, behind this output token if it has any, and by what."""
+        if self.pooling is not None:
+            return FinishReason.STOP, None
+        return self.stop.check(len(self.output_token_ids), token_id)
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """The input ids at positions [start, end)."""

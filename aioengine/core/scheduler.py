@@ -18,7 +18,7 @@ from aioengine.core.block_pool import BlockPool
 from aioengine.core.draft import StepDraft, plan_sequence
 from aioengine.core.limbo import Limbo
 from aioengine.core.media_scheduler import MediaScheduler
-from aioengine.core.plan import Advance, Limits, MediaPlan, StepPlan
+from aioengine.core.plan import UNSAMPLED, Advance, Limits, MediaPlan, StepPlan
 from aioengine.core.request import Item, Request
 from aioengine.core.state_pool import StatePool
 from aioengine.core.waiting import WaitingRequests, insert, remove, take_turns
@@ -123,7 +123,7 @@ class Scheduler:
         step = StepDraft(self._num_steps, self.limits.max_num_batched_tokens, 0)
         for request in self._running:
             blocker = self.media.blocker(request)
-            request.has_slot &= blocker is None
+            request.has_slot &= blocker is None and not request.is_exhausted
             step.num_slots += request.has_slot
             step.num_parked_rows += 0 if blocker is None else blocker.span.num_rows
         self._serve_urgent(step)
@@ -151,11 +151,11 @@ class Scheduler:
         for sequence, request in zip(plan.sequences, requests, strict=True):
             for key in sequence.row_keys:
                 self.media.cache.release(key)
-            token_id = next(sampled) if sequence.samples else None
+            token_id = next(sampled) if sequence.samples else UNSAMPLED
             if not self._is_live(request):
                 self.states.commit(request, sequence, is_current=False)
                 continue
-            if token_id is not None:
+            if sequence.samples:
                 request.num_pending -= 1
                 request.output_token_ids.append(token_id)
             is_current = request.epoch == sequence.epoch
@@ -165,13 +165,13 @@ class Scheduler:
                 self.pool.publish(request)
                 if request.has_computed_prompt:
                     self._release_followers(request)
-            if token_id is not None:
+            if sequence.samples or request.ends_behind(sequence.end):
                 advances.append(self._advance(request, token_id))
         self._limbo.commit(self._last_committed)
         return advances
 
     def _advance(self, request: Request, token_id: int) -> Advance:
-        verdict = request.stop.check(len(request.output_token_ids), token_id)
+        verdict = request.verdict(token_id)
         if verdict is None:
             return Advance(request.request_id, token_id)
         self.end(request.request_id)

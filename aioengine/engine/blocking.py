@@ -29,6 +29,7 @@ from aioengine.engine.bulk import (
     progress_bar,
     until_failure,
 )
+from aioengine.engine.embedding_calls import BlockingEmbeddingCalls
 from aioengine.engine.prompts import PromptLike
 from aioengine.engine.request_calls import OPTIONS
 from aioengine.errors import (
@@ -47,7 +48,7 @@ __all__ = ["BlockingStream", "Engine"]
 CLOSED = "the engine is closed; make a new one"
 
 
-class Engine:
+class Engine(BlockingEmbeddingCalls):
     """Generates from text and media with one model, for callers that wait.
 
     Use as `with Engine.from_pretrained(...) as engine`, or without `with`: the first call loads the

@@ -132,12 +132,20 @@ class EngineCore:
         self._lifecycle.check_entry(self.tracker.num_live, num_completions)
 
     def submit(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        pooling: Any = None,
     ) -> TokenStream:
-        """Take a request in; its preparation begins at once, in a task of the engine."""
+        """Take a request in; its preparation begins at once, in a task of the engine.
+
+        `pooling`: a `Pooling` of one that ends with its prompt.
+        """
         give_up = partial(self.tracker.abort, request_id, "the stream was closed")
         sink, stream = open_stream(request_id, give_up, self._lifecycle.loop)
-        state = RequestState(request_id, sink, params, priority=priority)
+        state = RequestState(request_id, sink, params, priority=priority, pooling=pooling)
         self.tracker.open(state, partial(self._spawn, self.tracker.admit, state, prompt))
         return stream
 

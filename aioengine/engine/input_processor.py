@@ -24,7 +24,15 @@ from aioengine.engine.constraints import bound_thinking, check_thinking, compile
 from aioengine.engine.detokenizer import TextReaders
 from aioengine.engine.loading.loader import Loaded
 from aioengine.engine.prompt_embeds import read_embeds
-from aioengine.engine.prompts import FORMS, HALVES, count_least, fillings, list_media
+from aioengine.engine.prompts import (
+    FORMS,
+    HALVES,
+    check_token_ids,
+    count_least,
+    encode_pairs,
+    fillings,
+    list_media,
+)
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.instruments import Instruments
@@ -37,11 +45,13 @@ from aioengine.media_pipeline.items import (
 )
 from aioengine.media_pipeline.pipeline import MediaPipeline
 from aioengine.models.runtime.interfaces import PromptInputs, PromptMedia, PromptMemory
+from aioengine.models.text.encoders import with_second_text
 from aioengine.processors.cache.hasher import item_key
 from aioengine.processors.chat.renderer import ChatPrompt, ChatRenderer
 from aioengine.processors.embeddings import make_items
 from aioengine.processors.encdec import EncDecLayout, EncDecMultiModalProcessor, Halves, half_name
 from aioengine.processors.processor import ItemsByModality, Layout, TextOrTokens
+from aioengine.sampling.pooling import pooled_fields, sampled_fields
 from aioengine.sampling.sampler import Constraint
 from aioengine.sampling.sampling_metadata import SamplingContext
 from aioengine.sampling_params import SamplingParams
@@ -232,7 +242,8 @@ class InputProcessor:
             core_items.sort(key=lambda item: item.span.offset)
             prompt_media.sort(key=lambda item: item.span.offset)
             inputs = self._loaded.runner.model.prompt_inputs(prompt_token_ids, prompt_media)
-        self._check_ids(prompt_token_ids, core_items, half_name("decoder", halves.decoder))
+        name = half_name("decoder", halves.decoder)
+        check_token_ids(prompt_token_ids, core_items, self._loaded.num_embeddings, name)
         if inputs is not None and inputs.memory is not None:
             assert [item.key for item in core_items] == [media.key for media in state.media]
             places = _places(prompt_token_ids, core_items)
@@ -278,31 +289,33 @@ class InputProcessor:
 
         `repeats`: the prompt's tokens that are penalised where they come again; None: all.
         """
-        params = state.params
-        new_readers = partial(self._readers.new, known["prompt_token_ids"], params, state.chat)
-        readers = [new_readers() for _ in range(params.n)]
-        if state.chat is not None:
-            messages, context = [message for _, message in readers], self._sampling
-            constraints = bound_thinking(
-                params, state.chat, messages, constraints, context.tokenizer, context.vocab_size
-            )
-        samplings = self._sampling.samplings(
-            params, known["prompt_token_ids"] if repeats is None else repeats, constraints
-        )
+        params, token_ids = state.params, known["prompt_token_ids"]
+        readers = [self._readers.new(token_ids, params, state.chat) for _ in range(params.n)]
+        if state.pooling is not None:
+            inputs = with_second_text(known["inputs"], state.pooling.second_text)
+            known = {**known, "inputs": inputs}
+            is_causal = self._loaded.runner.model.is_causal
+            wishes = [pooled_fields(state.pooling, len(token_ids), is_causal=is_causal)]
+        else:
+            seen, context = token_ids if repeats is None else repeats, self._sampling
+            if state.chat is not None:
+                messages = [message for _, message in readers]
+                constraints = bound_thinking(
+                    params, state.chat, messages, constraints, context.tokenizer, context.vocab_size
+                )
+            wishes = [*map(sampled_fields, context.samplings(params, seen, constraints))]
         caching = self._config.enable_prefix_caching
         private_salt = secrets.token_bytes(16) if params.n > 1 and not caching else None
         leader: Request | None = None
         completions = []
-        for index, (sampling, read) in enumerate(zip(samplings, readers, strict=True)):
+        for index, (wish, read) in enumerate(zip(wishes, readers, strict=True)):
             request = Request(
                 request_id=f"{state.request_id}#{index}" if index else state.request_id,
                 **known,
                 stop=self._sampling.stop_rule(params),
                 priority=state.priority,
                 private_salt=private_salt,
-                reads_prefix=sampling.prompt_logprobs is None,
-                sampling=sampling,
-                awaits_tokens=sampling.awaits_tokens,
+                **wish,
                 leader=leader,
             )
             if leader is not None:
@@ -315,6 +328,13 @@ class InputProcessor:
             leader = leader or request
             completions.append(CompletionState(index, request, params, *read))
         return completions
+
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """The token ids of each pair of texts, and where the second one's type begins."""
+        tokenizer = self._loaded.layout_processor.info.get_tokenizer()
+        return await run_in(self.thread, encode_pairs, tokenizer, pairs)
 
     def _items(self, state: RequestState, layout: Layout) -> list[Item]:
         """The request's media as the core sees them, in their own order."""
@@ -343,7 +363,7 @@ class InputProcessor:
             message = "there is nothing for the encoder to read; give it a token at least"
             raise InvalidRequestError(message, parameter=parameter)
         inside = self._items(state, layout)
-        self._check_ids(layout.token_ids, inside, parameter)
+        check_token_ids(layout.token_ids, inside, self._loaded.num_embeddings, parameter)
         state.num_encoder_tokens = num_rows - sum(item.span.length for item in inside)
         token_ids = torch.tensor(layout.token_ids, dtype=torch.int64)
         modality, name = "text", parameter
@@ -390,24 +410,6 @@ class InputProcessor:
         state.media = (*state.media, media)
         num_bytes = memory.num_rows * self._loaded.row_bytes
         return Item(key, first.modality, Span(0, memory.num_rows), num_bytes, first.parameter)
-
-    def _check_ids(self, token_ids: Sequence[int], items: Sequence[Item], parameter: str) -> None:
-        """Ids beyond the embedding table may stand only where encoder rows come."""
-        table = self._loaded.num_embeddings
-        if max(token_ids, default=0) < table:
-            return
-        covered = {
-            position + i
-            for item in items
-            for position, _, count in item.span.row_runs(0, len(token_ids))
-            for i in range(count)
-        }
-        for position, token_id in enumerate(token_ids):
-            if token_id >= table and position not in covered:
-                message = (
-                    f"the prompt has the token id {token_id}, but the model embeds only {table}"
-                )
-                raise InvalidRequestError(message, parameter=parameter, value=token_id)
 
 
 def _places(token_ids: Sequence[int], items: Sequence[Item]) -> list[int]:

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
+from aioengine.core.request import Item
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError, is_real, refuse_names
 from aioengine.media_pipeline.items import MediaInput
 from aioengine.processors.chat.parts import ChatMedia
@@ -21,7 +22,9 @@ __all__ = [
     "CHAT",
     "PromptLike",
     "check_arguments",
+    "check_token_ids",
     "count_least",
+    "encode_pairs",
     "fillings",
     "list_media",
     "read_prompt",
@@ -353,3 +356,46 @@ def fillings(prompt: Prompt) -> dict[str, list[ChatMedia]]:
         )
         given.setdefault(each.modality, []).append(found)
     return given
+
+
+def check_token_ids(
+    token_ids: Sequence[int], items: Sequence[Item], num_embeddings: int, parameter: str
+) -> None:
+    """Raise InvalidRequestError for ids beyond the embedding table, where no encoder rows come."""
+    if max(token_ids, default=0) < num_embeddings:
+        return
+    covered = {
+        position + i
+        for item in items
+        for position, _, count in item.span.row_runs(0, len(token_ids))
+        for i in range(count)
+    }
+    for position, token_id in enumerate(token_ids):
+        if token_id >= num_embeddings and position not in covered:
+            raise InvalidRequestError(
+                f"the prompt has the token id {token_id}, but the model embeds only "
+                f"{num_embeddings}",
+                parameter=parameter,
+                value=token_id,
+            )
+
+
+def encode_pairs(
+    tokenizer: Any, pairs: Sequence[tuple[str, str]]
+) -> list[tuple[tuple[int, ...], int]]:
+    """The token ids of each pair of texts, as one prompt, and where the second one's type begins; 0
+    where the tokenizer knows no types.
+
+    Raises InvalidRequestError for texts that are no Unicode.
+    """
+    found = []
+    for index, (first, second) in enumerate(pairs):
+        try:
+            f"{first}{second}".encode()
+        except UnicodeEncodeError:
+            message = "the text of a pair is not valid Unicode (it has lone surrogates)"
+            raise InvalidRequestError(message, parameter=f"documents[{index}]") from None
+        encoding = tokenizer(first, second, return_token_type_ids=True, verbose=False)
+        types = list(encoding.get("token_type_ids") or ())
+        found.append((tuple(encoding["input_ids"]), types.index(1) if 1 in types else 0))
+    return found

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from aioengine.config import EngineConfig
 from aioengine.engine.bulk import (
@@ -17,14 +16,12 @@ from aioengine.engine.bulk import (
     map_prompts,
     new_window,
 )
+from aioengine.engine.embedding_calls import EmbeddingCalls
 from aioengine.engine.prompts import CHAT, PromptLike, check_arguments, read_prompt
 from aioengine.errors import with_known_names
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.tokens import TokenStream
 from aioengine.types import Prompt, RequestOutput
-
-if TYPE_CHECKING:
-    from aioengine.engine.engine_core import EngineCore
 
 __all__ = ["OPTIONS", "RequestCalls"]
 
@@ -36,14 +33,8 @@ OPTIONS = {
 """Names that a request's calls do not know, and where they go."""
 
 
-class RequestCalls(ABC):
+class RequestCalls(EmbeddingCalls):
     """Calls of an engine that end with a request's output. Its life is the subclass's."""
-
-    config: EngineConfig
-
-    @abstractmethod
-    def _serving_core(self) -> EngineCore:
-        """The core of an engine that runs; raises EngineError where it does not."""
 
     @with_known_names("generate() has no argument {}", OPTIONS)
     async def generate(
@@ -98,6 +89,7 @@ class RequestCalls(ABC):
         is entered; all else when it is read.
         """
         core = self._serving_core()
+        core.loaded.embedder.check_generates()
         check_arguments(params, request_id, priority)
         name = request_id if request_id is not None else uuid.uuid4().hex
         core.tracker.check_name(name)

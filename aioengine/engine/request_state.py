@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioengine.core.plan import Advance
 from aioengine.core.request import Request
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aioengine.processors.chat.renderer import ChatPrompt
     from aioengine.processors.processor import Layout
     from aioengine.sampling.logprobs import PromptLogprobs, ScoreColumns
+    from aioengine.sampling.pooling import Pooling
 
 __all__ = ["CompletionState", "RequestState"]
 
@@ -99,11 +100,19 @@ class RequestState:
     """A live request on the engine's floor. Ends exactly once: `finish` or `fail`."""
 
     def __init__(
-        self, request_id: str, sink: TokenSink, params: SamplingParams, *, priority: int
+        self,
+        request_id: str,
+        sink: TokenSink,
+        params: SamplingParams,
+        *,
+        priority: int,
+        pooling: Pooling | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.priority = priority
+        self.pooling = pooling
+        """Of one that ends with its prompt; how long that is, its core request's knows."""
         self.media: tuple[IdentifiedMedia, ...] = ()
         self.lease: Lease | None = None
         """Holds features that nothing could make again."""
@@ -118,6 +127,7 @@ class RequestState:
         self.has_ended = False
         self.output: RequestOutput | None = None
         self._prompt_logprobs: PromptLogprobs | None = None
+        self._pooled: Any = None
         self._sink = sink
         self._submitted = time.perf_counter()
         self._times: dict[str, float] = {}
@@ -153,10 +163,19 @@ class RequestState:
             self._prompt_logprobs = scores.blank(length)
         self._prompt_logprobs.put(first, scores)
 
+    def note_pooled(self, first: int, part: Any) -> None:
+        """Add what a step has pooled from position `first` on; once preempted, all comes anew."""
+        part = part.astype("float64")
+        self._pooled = part if first == 0 or self._pooled is None else self._pooled + part
+
     def deliver(self, advance: Advance, logprobs: TokenLogprobs | None) -> bool:
         """Turn an accepted token into a delta. Returns whether its completion has ended."""
-        self._times.setdefault("first_token", time.perf_counter() - self._submitted)
         completion = self.completions[advance.request_id]
+        if self.pooling is not None:
+            completion.finish_reason = advance.finish_reason
+            self._finish()
+            return True
+        self._times.setdefault("first_token", time.perf_counter() - self._submitted)
         delta = completion.take(advance, logprobs)
         self._sink.push(delta)
         if all(c.finish_reason is not None for c in self.completions.values()):
@@ -191,6 +210,7 @@ class RequestState:
             usage=usage,
             timings=Timings(**self._times),
             prompt_logprobs=self._prompt_scores(request),
+            vector=None if self._pooled is None else request.pooling.whole(self._pooled),
         )
         self._sink.finish(self.output)
 

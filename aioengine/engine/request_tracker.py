@@ -128,19 +128,29 @@ class RequestTracker:
             elif has_ended:
                 self._drop(name)
             # Last, as a watcher may end requests.
-            completion = state.completions[name]
-            cached = completion.request.num_cached_tokens
-            self._note("token", state, index=completion.index, cached_tokens=cached)
+            if state.pooling is None:
+                self._note_token(state, name)
             if state.output is not None:
                 self._note("finished", state, output=state.output)
 
+    def _note_token(self, state: RequestState, name: str) -> None:
+        completion = state.completions[name]
+        cached = completion.request.num_cached_tokens
+        self._note("token", state, index=completion.index, cached_tokens=cached)
+
     def _note_prompt(self, sequence: SequencePlan, result: StepResult) -> None:
         name = sequence.request_id
-        if name in result.prompt_logprobs and name in self._owners:
-            state = self._owners[name]
-            # The name may have a new owner since the step was launched.
-            if state.completions[name].request.sampling is sequence.sampling:
-                state.note_prompt(*result.prompt_logprobs[name])
+        state = self._owners.get(name)
+        if state is None or not (name in result.prompt_logprobs or name in result.pooled):
+            return
+        request = state.completions[name].request
+        # The name may have a new owner since the step was launched.
+        if request.sampling is not sequence.sampling or request.pooling is not sequence.pooling:
+            return
+        if name in result.pooled:
+            state.note_pooled(*result.pooled[name])
+        else:
+            state.note_prompt(*result.prompt_logprobs[name])
 
     def fail(self, state: RequestState, error: BaseException) -> None:
         """End a request with an error."""

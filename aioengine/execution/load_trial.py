@@ -314,10 +314,12 @@ def _refer(shell: TransformersModel, prompt: TrialPrompt, *, is_quantized: bool)
     """The reference for one prompt, by a module that is as it was loaded."""
     whole = prompt.whole
     inputs = None
-    if whole.encoder is None:
-        inputs = shell.prompt_inputs(whole.token_ids[:-1], whole.items)
     length = len(whole.token_ids)
-    bounds = (0, _find_cut(whole, inputs), length - 1, length)
+    # What sees all of its prompt decodes nothing.
+    num_prompt = length - 1 if shell.is_causal else length
+    if whole.encoder is None:
+        inputs = shell.prompt_inputs(whole.token_ids[:num_prompt], whole.items)
+    bounds = (0, _find_cut(whole, inputs), num_prompt, length)
     rows = _rows(bounds)
     logits = shell.reference_logits(whole, rows).to(torch.float64)
     least = torch.finfo(torch.float32).eps

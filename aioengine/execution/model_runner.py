@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
@@ -36,8 +37,10 @@ from aioengine.kernels.attention import AttentionBackend, select_backend
 from aioengine.kernels.pool import PageFormat
 from aioengine.kernels.transfer import Staged, StepBuffer, to_device
 from aioengine.models.runtime.transformers_model import TransformersModel
+from aioengine.models.runtime.whole_pass import run_classifier
 from aioengine.models.state.memory import StateMemory
 from aioengine.sampling.logprobs import Scores, score
+from aioengine.sampling.pooling import PooledRows, find_pooled, stage_pooling
 from aioengine.sampling.sampler import Sampled, Sampler, Sampling
 from aioengine.types import Launched
 
@@ -50,6 +53,7 @@ PROMPT_ROWS = "prompt"
 
 Features = Mapping[str, Tensor]
 
+NOTHING_POOLED = PooledRows((), (), ())
 SCORED_ROWS = 256
 """Prompt positions whose logits are in memory at a time."""
 
@@ -125,9 +129,10 @@ class ModelRunner:
         if captured is not None and filled is not None:
             return self._step_captured(captured, filled)
         sequences, chosen = _ordered(plan), [s for s in plan.sequences if s.samples]
-        embed = self._stage_tokens(self._buffer, sequences)
-        compute = self._stage(self._buffer, sequences, chosen)
+        embed, pooled = self._stage_tokens(self._buffer, sequences), find_pooled(sequences)
+        compute = self._stage(self._buffer, sequences, chosen, pooled=pooled)
         score_prompts = self._stage_scores(sequences)
+        pool = stage_pooling(self._buffer, pooled, partial(run_classifier, self.model.model))
         sample = self._sampler.prepare(
             self._buffer,
             [s.sampling for s in chosen],
@@ -136,15 +141,15 @@ class ModelRunner:
         )
         self._buffer.send()
         hidden, rows = compute(embed())
-        scored = score_prompts(hidden)
+        scored, vectors = score_prompts(hidden), pool(hidden)
         self._places = {s.request_id: place for place, s in enumerate(chosen)}
         if not chosen:
-            return Launched(reader(chosen, None, scored, {}))
+            return Launched(reader(chosen, None, scored, {}, vectors))
         logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
         masks, failures = masks_of(chosen)
         sampled = sample(logits, masks)
         self._last[: len(chosen)] = sampled.token_ids
-        return Launched(reader(chosen, sampled, scored, failures))
+        return Launched(reader(chosen, sampled, scored, failures, vectors))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -262,11 +267,12 @@ class ModelRunner:
         sequences: Sequence[SequencePlan],
         chosen: Sequence[SequencePlan],
         bucket: Bucket | None = None,
+        pooled: PooledRows = NOTHING_POOLED,
     ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
         """Stage a step; what is returned computes it, once the buffer has been sent.
 
         Of embeddings [T, hidden] it gives hidden states [T, hidden], and the rows of `chosen`;
-        None: all, as they lie. `bucket`: of a captured step.
+        None: all, as they lie. `bucket`: of a captured step. `pooled`: what else will be read.
         """
         put = buffer.put
         starts = [s.start for s in sequences]
@@ -292,10 +298,11 @@ class ModelRunner:
             # Most steps read all rows, as they lie.
             if bucket is not None or wanted != [*range(sum(ends) - sum(starts))]:
                 missing = 0 if bucket is None else bucket.num_rows - len(wanted)
-                places = put([*wanted, *[0] * missing])
+                places = put([*wanted, *pooled.rows, *[0] * missing])
         # What wants these is not captured.
-        reads_all = bucket is None and any(
-            s.sampling and s.sampling.prompt_logprobs is not None for s in sequences
+        reads_all = bucket is None and (
+            bool(pooled.runs)
+            or any(s.sampling and s.sampling.prompt_logprobs is not None for s in sequences)
         )
 
         def compute(embeds: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -309,7 +316,7 @@ class ModelRunner:
                 rows=None if reads_all else rows,
                 states=None if states is None else states(),
             )
-            return hidden, rows
+            return hidden, rows if rows is None else rows[: len(rows) - len(pooled.rows)]
 
         return compute
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -59,6 +60,7 @@ def reader(
     sampled: Sampled | None,
     prompts: PromptScores,
     failures: dict[str, Exception],
+    pooled: Callable[[], Mapping[str, Any]] = dict,
 ) -> Callable[[], StepResult]:
     """Send what a step has found to the host, in one copy; what is returned reads it."""
     groups: list[Sequence[Tensor]] = [part for _, parts in prompts for part in parts]
@@ -78,7 +80,7 @@ def reader(
             if parts
         }
         if sampled is None:
-            return StepResult((), prompt_logprobs=prompt_logprobs)
+            return StepResult((), prompt_logprobs=prompt_logprobs, pooled=pooled())
         scores, barred, are_numbers, (token_ids,) = columns
         left = _barred(chosen, barred[0].tolist()) if barred else {}
         spent, failed = None, {}
@@ -92,6 +94,7 @@ def reader(
             _read_scores(chosen, sampled.rows, Scores(*scores)) if scores else {},
             prompt_logprobs,
             spent,
+            pooled(),
         )
 
     return read

@@ -14,6 +14,7 @@ from aioengine.types.messages import Message, Run, ToolCall, ToolCallDelta
 __all__ = [
     "CompletionOutput",
     "Delta",
+    "EmbeddingOutput",
     "Embeddings",
     "EngineState",
     "EngineStatistics",
@@ -26,6 +27,7 @@ __all__ = [
     "Prompt",
     "RequestOutput",
     "Run",
+    "ScoreOutput",
     "Span",
     "StageStatistics",
     "Timings",
@@ -284,7 +286,8 @@ class RequestOutput:
     """A finished request. `.text` and `.token_ids` are those of the first completion.
 
     `prompt_logprobs`: one for each of `prompt_token_ids`, where they were asked for; the first
-    token has none, nor has a position that takes encoder rows.
+    token has none, nor has a position that takes encoder rows. `vector`: pooled hidden states, or a
+    classifier's scores, of a request that ends with its prompt; None of all others.
     """
 
     request_id: str
@@ -293,6 +296,7 @@ class RequestOutput:
     usage: Usage
     timings: Timings
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    vector: Any = None
 
     def __repr__(self) -> str:
         """Show what a person looks for, and no thousands of token ids."""
@@ -318,6 +322,24 @@ class RequestOutput:
     def message(self) -> Message | None:
         """The first completion's message; None where the prompt had none."""
         return self.outputs[0].message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingOutput:
+    """A prompt's embedding: `vector` float32 [width], a numpy array."""
+
+    request_id: str
+    vector: Any
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """Scores of documents for a query, in their order. `usages`: of each request that was made."""
+
+    scores: tuple[float, ...]
+    usages: tuple[Usage, ...]
 
 
 @dataclass(frozen=True, slots=True)

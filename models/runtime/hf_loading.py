@@ -331,7 +331,8 @@ def _check_report(report: Mapping[str, Any], name: str) -> None:
             "place again"
         )
     check_packed_names(report["unexpected_keys"], f"the checkpoint of {name}")
-    missing = sorted(report["missing_keys"])
+    # The pooler of a backbone is read by heads only, which name it by the backbone.
+    missing = sorted(each for each in report["missing_keys"] if not each.startswith("pooler."))
     if missing:
         raise ModelLoadError(
             f"{len(missing)} weights of {name} are not in the checkpoint: "

@@ -214,6 +214,8 @@ def _class_of_kind(hf_config: Any) -> type[TransformersModel]:
         return _imported("encdec.speech.SpeechToText" if hears else "encdec.text.TextToText")
     if not encoders:
         has_media = any(getattr(hf_config, name, None) for name in _MEDIA_CONFIGS)
+        if _is_encoder(hf_config) and _is_embedder(hf_config, hf_class):
+            return _imported("text.encoders.EncoderModel")
         return _imported("generic.ForwardRowsModel" if has_media else "text.TextModel")
     if [*encoders] == ["image"] and _takes(encoders["image"], "qformer_input_ids"):
         return _imported("blip2.InstructBlip").chosen_for(hf_config)
@@ -243,8 +245,8 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
     from transformers import GenerationMixin
 
     generates = isinstance(hf_class, type) and issubclass(hf_class, GenerationMixin)
-    if not generates:
-        return "it does not generate text"
+    if not generates and not _is_embedder(hf_config, hf_class):
+        return "it neither generates text nor embeds it"
     modalities = getattr(hf_class, "output_modalities", None)
     if modalities and "text" not in modalities:
         return f"what it generates is {' and '.join(modalities)} and no text"
@@ -267,6 +269,32 @@ def _find_obstacle(hf_config: Any, hf_class: Any, encoders: Mapping[str, Any]) -
     if "num_delay_tokens" in taken:
         return "it hears while it writes: each token that it writes has a row of audio added to it"
     return None
+
+
+def _is_embedder(hf_config: Any, hf_class: Any) -> bool:
+    """Return whether a class gives hidden states of text, with the head of a classifier or none.
+
+    Of those that read media it is the backbone of one that generates text.
+    """
+    import transformers as hf
+
+    kinds = hf.MODEL_MAPPING, hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if hf_class not in [kind.get(type(hf_config), None) for kind in kinds]:
+        return False
+    if getattr(hf_config, "is_encoder_decoder", False) or not _takes(hf_class.forward, "input_ids"):
+        return False
+    has_media = any(getattr(hf_config, name, None) for name in _MEDIA_CONFIGS)
+    return not has_media or type(hf_config) in hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def _is_encoder(hf_config: Any) -> bool:
+    """Return whether tokens of text see those behind them."""
+    import transformers as hf
+
+    if getattr(hf_config, "is_decoder", False):
+        return False
+    is_masked = type(hf_config) in hf.MODEL_FOR_MASKED_LM_MAPPING
+    return is_masked or bool(getattr(hf_config, "use_bidirectional_attention", False))
 
 
 def _names_a_place(hf_config: Any, part: str) -> bool:

@@ -76,6 +76,8 @@ class TransformersModel:
     """What reads this family's config.json, a PreTrainedConfig; None: what transformers chooses."""
     blocks_in_window: ClassVar[bool] = False
     """Whether a layer's window bounds what the tokens of a block see of each other, too."""
+    is_causal: ClassVar[bool] = True
+    """Whether a token of text sees those before it only."""
 
     def __init__(
         self,
@@ -178,7 +180,13 @@ class TransformersModel:
     @property
     def vocab_size(self) -> int:
         """Rows of the output head, which is the width of the logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        head = self.model.get_output_embeddings()
+        return self.hidden_size if head is None else int(head.weight.shape[0])
+
+    @property
+    def generates(self) -> bool:
+        """Return whether it has an output head; without one, hidden states are its logits."""
+        return self.model.get_output_embeddings() is not None
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -188,14 +196,12 @@ class TransformersModel:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of weights, embeddings and encoder rows."""
-        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
-        return dtype
+        return self.model.get_input_embeddings().weight.dtype  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
-        return device
+        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
 
     def round_weights(self, rounding: Rounding, *, keep: bool) -> None:
         """Round the decoder's weights; see `models.quantization.rounding`. Mutates the modules."""
@@ -260,8 +266,7 @@ class TransformersModel:
         """
         older = getattr(self, "get_input_embeddings", None)
         if older is not None:
-            embeds: Tensor = older(input_ids, multimodal_embeddings)
-            return embeds
+            return older(input_ids, multimodal_embeddings)  # type: ignore[no-any-return]
         return self.embed(input_ids, multimodal_embeddings, is_multimodal)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -374,12 +379,11 @@ class TransformersModel:
         """See `embed_input_ids`."""
         table = self.model.get_input_embeddings()
         if is_multimodal is None:
-            embeds: Tensor = table(input_ids)
-            return embeds
+            return table(input_ids)  # type: ignore[no-any-return]
         mask = is_multimodal.to(input_ids.device)
         embeds = table(input_ids.masked_fill(mask, 0))
         if rows is None:
-            return embeds
+            return embeds  # type: ignore[no-any-return]
         if self.row_size > embeds.shape[-1]:
             embeds = pad(embeds, (0, self.row_size - embeds.shape[-1]))
         return merge_multimodal_embeddings(input_ids, embeds, rows, is_multimodal=is_multimodal)
@@ -429,8 +433,7 @@ class TransformersModel:
         """Call transformers' own forward, with `others` beside embeddings and positions."""
         arguments = {**self.position_arguments(positions), **others}
         output = decoder(inputs_embeds=embeds[None], use_cache=False, **arguments)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def position_arguments(self, positions: Tensor) -> dict[str, Tensor]:
         """Build the arguments that give the decoder the positions [T] or [3, T] of its tokens."""
@@ -438,7 +441,8 @@ class TransformersModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head on [n, hidden], with the config's scale and final soft cap."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        head = self.model.get_output_embeddings()
+        logits: Tensor = hidden if head is None else head(hidden)
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
         cap = getattr(self.text_config, "final_logit_softcapping", None)

@@ -17,7 +17,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+)
 
 from aioengine.errors import EngineError
 from aioengine.kernels.attention import AttentionArgs
@@ -34,7 +37,9 @@ __all__ = [
     "embeddings_of",
     "find_logit_scale",
     "given_to",
+    "is_classifier",
     "narrowed",
+    "run_classifier",
     "run_head",
     "run_whole",
     "spare_layers",
@@ -76,12 +81,15 @@ class WholePrompt:
 
 
 def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Tensor) -> Tensor:
-    """Logits [n, vocab] at the positions `rows` of a prompt, by transformers' own forward.
+    """Logits [n, vocab] at the positions `rows` of a prompt, by transformers' own forward; hidden
+    states of a module without an output head.
 
     `extra`: further arguments, [1, L] where they go by token. Raises TypeError where the module
     takes nothing of an item's, and whatever the module raises.
     """
     embeddings = module.get_input_embeddings().weight
+    if is_classifier(module):
+        module = module.base_model
     names = inspect.signature(module.forward).parameters
     groups = [
         batch_items([item.features for item in prompt.items if item.modality == modality])
@@ -106,8 +114,30 @@ def run_whole(module: Any, prompt: WholePrompt, rows: Sequence[int], **extra: Te
         places = torch.tensor(list(rows), device=embeddings.device)
         kept: Tensor = module(**placed, use_cache=False, logits_to_keep=places).logits
         return kept[0]
-    logits: Tensor = module(**placed, use_cache=False).logits
+    output = module(**placed, use_cache=False)
+    logits: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return logits[0, list(rows)]
+
+
+def is_classifier(module: Any) -> bool:
+    """Return whether a module's head gives a sequence the scores of labels."""
+    return type(module).__name__.endswith("ForSequenceClassification")
+
+
+def run_classifier(module: Any, pooled: Tensor) -> Tensor:
+    """Scores [n, labels] that a classifier's own forward makes of the hidden states [n, hidden] to
+    which it pools what its backbone computes, which is not run."""
+    backbone = module.base_model
+    pooler = getattr(backbone, "pooler", None)
+
+    def score(row: Tensor) -> Tensor:
+        hidden = row[None, None]  # of one sequence of one token
+        output = BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=hidden, pooler_output=None if pooler is None else pooler(hidden)
+        )
+        return _logits_with(module, backbone, lambda *_, **__: output, 1)
+
+    return torch.stack([score(row) for row in pooled])
 
 
 def find_logit_scale(module: Any, decoder: Any, config: Any, others: Sequence[float] = ()) -> float:
@@ -119,7 +149,7 @@ def find_logit_scale(module: Any, decoder: Any, config: Any, others: Sequence[fl
     """
     found = [*others, *(getattr(config, name, None) for name in _LOGIT_SCALES)]
     scales = [float(each) for each in found if isinstance(each, int | float) and each not in (0, 1)]
-    if not scales:
+    if not scales or module.get_output_embeddings() is None:
         return 1.0
     weight = module.get_input_embeddings().weight
     hidden = torch.ones(1, weight.shape[1], dtype=weight.dtype, device=weight.device)

@@ -47,11 +47,11 @@ DEPTHS = (0, 0, 1, 1, 3, 6)
 depths = st.sampled_from(DEPTHS)
 part = st.one_of(st.integers(0, 1), st.sampled_from(IMAGES))
 prompt = st.lists(part, min_size=1, max_size=6).filter(
-    lambda parts: sum(getattr(p, "length", 1) for p in parts) < 6 * BLOCK_SIZE
+    lambda parts: sum(getattr(p, "length", 1) for p in parts) <= 6 * BLOCK_SIZE
 )
 submission = st.tuples(
     prompt,
-    st.integers(1, 8),
+    st.integers(0, 8),  # tokens, 0 of what ends with its prompt
     st.integers(0, 1),
     st.sampled_from([None, "s"]),
     st.sampled_from([1, 1, 1, 3]),
@@ -92,6 +92,8 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
         parts, max_tokens, priority, salt, copies, awaits, scores, clip = argument  # type: ignore[misc]
         if world.limits.num_cross_groups:  # images are the encoder's, not the prompt's
             parts = [0 if isinstance(part, Image) else part for part in parts]
+        if max_tokens and sum(getattr(part, "length", 1) for part in parts) == 6 * BLOCK_SIZE:
+            parts = parts[:-1]  # there has to be room for a token
         leader = None
         for copy in range(copies):
             request = make_request(
@@ -101,6 +103,7 @@ def perform(world: World, depth: int, name: str, argument: object, count: int) -
                 priority=priority,
                 cache_salt=salt,
                 awaits_tokens=awaits,
+                pooling=None if max_tokens else "all",
                 leader=leader,
                 reads_prefix=leader is not None or not scores,
                 private_salt=None if world.limits.enable_prefix_caching else b"%d" % count,

@@ -144,7 +144,7 @@ def test_what_may_be_chosen_is_the_hosts_to_say() -> None:
     ("name", "settings", "reason"),
     [
         ("Unheard", {}, "for architectures: Unheard, and transformers .* has none either"),
-        ("BertModel", {}, "it does not generate text"),
+        ("BertModel", {}, "it neither generates text nor embeds it"),
         (
             "Speech2TextForConditionalGeneration",
             {"is_encoder_decoder": True},

@@ -18,6 +18,8 @@ import torch
 
 from aioengine.config import EngineConfig
 from aioengine.core.plan import Limits
+from aioengine.engine.loading.embedder import Embedder
+from aioengine.engine.loading.special_tokens import eos_token_ids, suppressed, token_ids
 from aioengine.errors import ModelLoadError
 from aioengine.execution.graphs import capture_on
 from aioengine.execution.load_trial import Trial
@@ -43,6 +45,7 @@ from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.registry import choose
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.state.memory import state_bytes
+from aioengine.models.text.embedders import as_backbone, read_embedder
 from aioengine.processors.checkpoint_errors import check_placeholders
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import ProcessingContext, load_context
@@ -71,7 +74,8 @@ class Loaded:
     `row_bytes`: of one encoder row; `num_embeddings`: token ids that the embedding table knows;
     `longest_token`: in characters; a text of n has at least n / longest_token tokens; `grammars`:
     compiles structured outputs for the vocabulary; `folder`: made for a GGUF file; `source`: what
-    all was read from; `model_impl`: "native" or "transformers", as `EngineConfig` means it.
+    all was read from; `model_impl`: "native" or "transformers", as `EngineConfig` means it;
+    `embedder`: what the model can be asked for beside text.
     """
 
     runner: ModelRunner
@@ -89,6 +93,7 @@ class Loaded:
     folder: GgufFolder | None
     source: str | os.PathLike[str]
     model_impl: str
+    embedder: Embedder
 
 
 def load(path: str | os.PathLike[str], config: EngineConfig) -> Loaded:
@@ -111,6 +116,8 @@ def _load(
         hf_config = read_config(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
+        embeds = read_embedder(path, revision=config.revision)
+        as_backbone(hf_config, is_embedder=embeds is not None)
         model_class, model_impl = _choose(hf_config, config)
         bound(check_files(path, hf_config, revision=config.revision))
         device = find_device(config.device)
@@ -142,30 +149,32 @@ def _load(
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
         sizes = _sizes(model, processor, config, form)
-        capture = None if config.enforce_eager else capture_on(device)
+        is_eager = config.enforce_eager or not model.generates  # only decode steps gain from it
+        capture = None if is_eager else capture_on(device)
         by = partial(measure_activations, model, processor, backend=backend, capture=capture)
         limits = resolve_limits(config, sizes, device, by)
         context.max_model_len = limits.max_model_len
         runner = ModelRunner(model, limits, backend, form, capture)
         runner.find_decode_steps()
     end_team()
-    eos_token_ids = _eos_token_ids(model)
+    ends = eos_token_ids(model)
     loaded = Loaded(
         runner=runner,
         limits=limits,
         layout_processor=processor,
         loop_processor=_clone(model_class, context),
         processors=tuple(_clone(model_class, context) for _ in range(num_threads)),
-        eos_token_ids=eos_token_ids,
-        suppress=_suppressed(model, eos_token_ids),
-        begin_suppress=_token_ids(model, "begin_suppress_tokens"),
+        eos_token_ids=ends,
+        suppress=suppressed(model, ends),
+        begin_suppress=token_ids(model, "begin_suppress_tokens"),
         row_bytes=model.row_size * model.dtype.itemsize,
         num_embeddings=_num_embeddings(model),
         longest_token=max(map(len, context.tokenizer.get_vocab()), default=1),
-        grammars=Grammars(context.tokenizer, model.vocab_size, eos_token_ids),
+        grammars=Grammars(context.tokenizer, model.vocab_size, ends),
         folder=folder,
         source=path,
         model_impl=model_impl,
+        embedder=Embedder(model, embeds),
     )
     end_load()  # what has been used since
     return loaded
@@ -400,41 +409,10 @@ def _dtype(name: str, hf_config: Any) -> torch.dtype:
     return torch.float32
 
 
-def _eos_token_ids(model: TransformersModel) -> frozenset[int]:
-    for config in (model.model.generation_config, model.text_config):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
-    return frozenset()
-
-
 def _num_embeddings(model: TransformersModel) -> int:
     """Token ids that have an embedding; of some, those of added tokens are a table of their own."""
     table = model.model.get_input_embeddings()
     return int(table.weight.shape[0]) + int(getattr(table, "num_additional_embeddings", 0))
-
-
-def _suppressed(model: TransformersModel, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Tokens that never come: by the generation config, by themselves or as words of one, and
-    padding where it has no place among positions. Raises ModelLoadError where that ends texts."""
-    padding: int | None = getattr(model, "padding_id", None)
-    if padding in eos_token_ids:
-        raise ModelLoadError(
-            f"token {padding} is both padding, which has no place among the model's positions, and "
-            "the end of a text; mend eos_token_id in generation_config.json"
-        )
-    words = getattr(model.model.generation_config, "bad_words_ids", None) or ()
-    alone = {word[0] for word in words if len(word) == 1 and 0 <= word[0] < model.vocab_size}
-    never = {*_token_ids(model, "suppress_tokens"), *(alone - eos_token_ids)}
-    return tuple(sorted(never if padding is None else never | {padding}))
-
-
-def _token_ids(model: TransformersModel, name: str) -> tuple[int, ...]:
-    """A list of the generation config, without what lies beyond the vocabulary."""
-    found = getattr(model.model.generation_config, name, None) or ()
-    if not isinstance(found, list | tuple):
-        raise ModelLoadError(f"{name} in generation_config.json must be a list of token ids")
-    return tuple(sorted({int(i) for i in found if 0 <= i < model.vocab_size}))
 
 
 def _check_start(processor: EncDecMultiModalProcessor) -> None:

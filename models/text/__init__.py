@@ -51,6 +51,8 @@ class TextModel(ByCache):
     @torch.no_grad()
     def _finds_own_head(self) -> bool:
         """Try whether the class makes logits in another way than its output embeddings do."""
+        if not self.generates:
+            return False
         table = self.model.get_input_embeddings().weight
         width = int(getattr(self.text_config, "hidden_size", table.shape[1]))
         hidden = random_rows(_NUM_TRIED, width, like=table)
