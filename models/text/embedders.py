@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from aioengine.errors import ModelLoadError
 from aioengine.processors.checkpoint_errors import read_settings, shown
 
-__all__ = ["EmbedderSettings", "as_backbone", "read_embedder"]
+__all__ = ["EmbedderSettings", "read_embedder"]
 
 Source = str | os.PathLike[str]
 
@@ -48,14 +48,20 @@ class EmbedderSettings:
     obstacle: str = ""
 
 
-def read_embedder(source: Source, *, revision: str | None) -> EmbedderSettings | None:
-    """Read what a folder or hub id says of embeddings; None where it is no such checkpoint.
+def read_embedder(
+    source: Source, hf_config: Any, *, revision: str | None
+) -> EmbedderSettings | None:
+    """Read what a folder or hub id says of embeddings; None where it says nothing.
 
-    Raises ModelLoadError for files that are no valid JSON.
+    Has `hf_config` name the backbone where its head is not wanted; mutates it. Raises
+    ModelLoadError for files that are no valid JSON.
     """
     file = _find(source, _MODULES, revision)
-    if file is None:
-        return None
+    _take_backbone(hf_config, is_embedder=file is not None)
+    return None if file is None else _read(file, source, revision)
+
+
+def _read(file: Path, source: Source, revision: str | None) -> EmbedderSettings:
     try:
         modules = json.loads(file.read_bytes())
         kinds = [str(each["type"]).rpartition(".")[2] for each in modules]
@@ -102,7 +108,7 @@ def _find(source: Source, name: str, revision: str | None) -> Path | None:
     return None if found is None else Path(found)
 
 
-def as_backbone(hf_config: Any, *, is_embedder: bool) -> None:
+def _take_backbone(hf_config: Any, *, is_embedder: bool) -> None:
     """Have a config name the backbone where its head is not wanted; mutates it.
 
     That is a head that fills in masked words, and any head for text of an embedder, whose

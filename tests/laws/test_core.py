@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.core.plan import Limits
-from tests.support.world import CLIPS, IMAGES, Image, World, expected_output, make_request
+from tests.support.world import CLIPS, IMAGES, Image, World, chain, expected_output, make_request
 
 BLOCK_SIZE = 4
 
@@ -164,7 +164,11 @@ def check_end(world: World) -> None:
             assert world.outputs[name] == expected[: len(world.outputs[name])]
         else:
             assert (world.outputs[name], ending) == (expected, reason)
-        num_rows = world.requests[name].num_answer_rows
+        request = world.requests[name]
+        if request.pooling is not None and ending == reason:
+            wanted, found = chain(request, [*request.prompt_token_ids]), world.pooled[name]
+            assert found == wanted[-len(found) :] and (request.reads_prefix or found == wanted)
+        num_rows = request.num_answer_rows
         assert not num_rows or len(world.outputs[name]) <= num_rows
     scheduler = world.scheduler
     assert scheduler.pool.num_free == scheduler.pool.count

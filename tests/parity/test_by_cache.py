@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 
 from aioengine import AsyncEngine, SamplingParams
-from aioengine.engine import loader
+from aioengine.engine.loading import special_tokens
 from aioengine.errors import InvalidRequestError, ModelLoadError
 from aioengine.models.by_cache import calls
 from aioengine.models.runtime import probe
@@ -195,11 +195,11 @@ def test_padding_that_has_a_position_of_its_own_is_refused() -> None:
 def test_padding_that_has_a_position_of_its_own_is_never_said() -> None:
     """Tokens behind it have positions in transformers' forward that no counting finds."""
     model = TextModel.around(hf.RobertaForCausalLM(tiny_roberta()))
-    assert loader._suppressed(model, frozenset([2])) == (1,)
+    assert special_tokens.suppressed(model, frozenset([2])) == (1,)
     with pytest.raises(ModelLoadError, match="token 1 is both padding"):
-        loader._suppressed(model, frozenset([1, 2]))
+        special_tokens.suppressed(model, frozenset([1, 2]))
     plain = TextModel.around(hf.BertLMHeadModel(hf.BertConfig(vocab_size=99, is_decoder=True)))
-    assert loader._suppressed(plain, frozenset()) == ()
+    assert special_tokens.suppressed(plain, frozenset()) == ()
 
 
 def test_attention_that_only_long_prompts_change_is_refused() -> None:

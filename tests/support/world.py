@@ -205,19 +205,11 @@ class World:
         tokens = [token for token, s in zip(sampled, plan.sequences, strict=True) if s.samples]
         for advance in self.scheduler.commit(plan, tokens):
             assert advance.request_id not in self.endings, "a token after the end"
-            self.check_pooled(self.requests[advance.request_id])
             self.outputs[advance.request_id].append(advance.token_id)
             if advance.finish_reason is not None:
                 self.endings[advance.request_id] = str(advance.finish_reason)
         self.note_leaders()
         self.check()
-
-    def check_pooled(self, request: Request) -> None:
-        if request.pooling is not None:
-            wanted = chain(request, list(request.prompt_token_ids))
-            found = self.pooled[request.request_id]
-            assert found == wanted[-len(found) :], "the states of another prompt"
-            assert request.reads_prefix or len(found) == len(wanted), "not all states were computed"
 
     def pixels(self, key: str) -> None:
         self.decoding.remove(key)
@@ -318,7 +310,7 @@ class World:
         for position in range(sequence.start, sequence.end):
             for group, place in self.slots(sequence, position + sequence.is_stored):
                 self.kv[place] = group, "not read" if sequence.is_stored else states[position]
-        if sequence.pooling is not None:
+        if sequence.pooling is not None and sequence.request_id in self.live:
             assert not sequence.samples and not sequence.is_stored
             found = self.pooled.setdefault(f"{sequence.request_id} {sequence.epoch}", [])
             self.pooled[sequence.request_id] = found

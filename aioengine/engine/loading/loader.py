@@ -45,7 +45,7 @@ from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.registry import choose
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.state.memory import state_bytes
-from aioengine.models.text.embedders import as_backbone, read_embedder
+from aioengine.models.text.embedders import read_embedder
 from aioengine.processors.checkpoint_errors import check_placeholders
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.info import ProcessingContext, load_context
@@ -116,8 +116,7 @@ def _load(
         hf_config = read_config(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-        embeds = read_embedder(path, revision=config.revision)
-        as_backbone(hf_config, is_embedder=embeds is not None)
+        embeds = read_embedder(path, hf_config, revision=config.revision)
         model_class, model_impl = _choose(hf_config, config)
         bound(check_files(path, hf_config, revision=config.revision))
         device = find_device(config.device)
@@ -149,8 +148,7 @@ def _load(
     with stage("memory"):
         form = PageFormat(BYTES if config.kv_cache_dtype == "int8" else model.dtype)
         sizes = _sizes(model, processor, config, form)
-        is_eager = config.enforce_eager or not model.generates  # only decode steps gain from it
-        capture = None if is_eager else capture_on(device)
+        capture = capture_on(device) if model.generates and not config.enforce_eager else None
         by = partial(measure_activations, model, processor, backend=backend, capture=capture)
         limits = resolve_limits(config, sizes, device, by)
         context.max_model_len = limits.max_model_len
