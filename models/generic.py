@@ -208,7 +208,7 @@ class GenericModel(ByCache):
         """Layers after the last one whose hidden states are features (`vision_feature_layer`)."""
         config = self.hf_config
         chosen = getattr(config, "vision_feature_layer", None)
-        tower = getattr(self.model.model, "vision_tower", None)
+        tower = getattr(getattr(self.model, "model", self.model), "vision_tower", None)
         if chosen is None or tower is None or config.vision_config.model_type not in _TOWERS:
             return ()
         layers = next(each for each in tower.modules() if isinstance(each, nn.ModuleList))

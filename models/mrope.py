@@ -66,7 +66,7 @@ class MRopeModel(GenericModel):
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()
     ) -> tuple[Tensor, int] | None:
         """See the base class. Raises InvalidRequestError for rows that came without their grid."""
-        if not hasattr(self.model.model, "get_rope_index"):
+        if not hasattr(self._inner, "get_rope_index"):
             return None
         length = len(token_ids)
         if not items:
@@ -79,7 +79,7 @@ class MRopeModel(GenericModel):
                 grids.setdefault(name, []).append(values)
         joined = {name: torch.cat(values) for name, values in grids.items()}
         ids = torch.tensor([list(token_ids)])
-        positions, delta = self.model.model.get_rope_index(ids, kinds[None], **joined)
+        positions, delta = self._inner.get_rope_index(ids, kinds[None], **joined)
         return positions[:, 0], int(delta)
 
     def encoder_arguments(self, kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -111,9 +111,14 @@ class MRopeModel(GenericModel):
         rope = getattr(self.text_config, "rope_parameters", None) or {}
         return len(rope.get("mrope_section", ())) or 3
 
+    @property
+    def _inner(self) -> Any:
+        """The module below the head; of a backbone itself."""
+        return getattr(self.model, "model", self.model)
+
     def _encoder(self) -> nn.Module | None:
         # Some classes have it on the inner model only, some call it otherwise.
-        owner = self.model if hasattr(self.model, "visual") else self.model.model
+        owner = self.model if hasattr(self.model, "visual") else self._inner
         return getattr(owner, "visual", None)
 
     def _check_apart(self, items: Sequence[PromptMedia]) -> None:
@@ -128,7 +133,7 @@ class MRopeModel(GenericModel):
 
     def _grids_of(self, item: PromptMedia) -> dict[str, Tensor]:
         """Features of an item that `get_rope_index` asks for: grids, or crops' sizes in patches."""
-        asked = inspect.signature(self.model.model.get_rope_index).parameters
+        asked = inspect.signature(self._inner.get_rope_index).parameters
         name = f"{item.modality}_grid_thw"
         if name in asked and name not in item.features:
             raise InvalidRequestError(
