@@ -106,7 +106,7 @@ async def test_heads_score_pairs_as_transformers_does(
     for document in documents:
         pair = tokenizer(query, document, return_token_type_ids=True, return_tensors="pt")
         assert pair["token_type_ids"].max() == 1
-        if "token_type_ids" not in str(model.forward.__code__.co_varnames) or "XLM" in name:
+        if getattr(model.config, "type_vocab_size", 1) == 1:
             del pair["token_type_ids"]
         with torch.inference_mode():
             expected.append(float(model(**pair).logits[0, 0]))
