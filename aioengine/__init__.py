@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aioengine.streams.tokens import TokenStream as TokenStream
     from aioengine.types import CompletionOutput as CompletionOutput
     from aioengine.types import Delta as Delta
+    from aioengine.types import EmbeddingOutput as EmbeddingOutput
     from aioengine.types import Embeddings as Embeddings
     from aioengine.types import EngineState as EngineState
     from aioengine.types import EngineStatistics as EngineStatistics
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from aioengine.types import Message as Message
     from aioengine.types import Prompt as Prompt
     from aioengine.types import RequestOutput as RequestOutput
+    from aioengine.types import ScoreOutput as ScoreOutput
     from aioengine.types import ToolCall as ToolCall
     from aioengine.types import ToolCallDelta as ToolCallDelta
 
@@ -62,8 +64,9 @@ _LAZY, __getattr__, __dir__ = lazy_exports(
         "aioengine.sampling_params": "SamplingParams StructuredOutputs",
         "aioengine.streams.tokens": "TokenStream",
         "aioengine.types": (
-            "CompletionOutput Delta Embeddings EngineState EngineStatistics FinishReason "
-            "LoadProgress Logprob Message Prompt RequestOutput ToolCall ToolCallDelta"
+            "CompletionOutput Delta EmbeddingOutput Embeddings EngineState EngineStatistics "
+            "FinishReason LoadProgress Logprob Message Prompt RequestOutput ScoreOutput ToolCall "
+            "ToolCallDelta"
         ),
     },
 )

@@ -76,8 +76,8 @@ def _read(file: Path, source: Source, revision: str | None) -> EmbedderSettings:
     if "Pooling" not in kinds:
         return EmbedderSettings(normalizes=normalizes)
     name = f"{paths[kinds.index('Pooling')]}/config.json"
-    file = _find(source, name, revision)
-    mode = "mean" if file is None else _mode(read_settings(file, source))
+    found = _find(source, name, revision)
+    mode = "mean" if found is None else _mode(read_settings(found, source))
     if mode not in _POOLINGS:
         obstacle = f"its {name} has the pooling {mode!r:.60}"
         return EmbedderSettings(normalizes=normalizes, obstacle=obstacle)

@@ -7,7 +7,7 @@ apart by a type of each token, types are a second row beside the positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from typing import ClassVar
@@ -16,12 +16,39 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import ModelLoadError
+from aioengine.kernels.attention import AttentionArgs, split_by_sequence
+from aioengine.kernels.dense import dense_attention
+from aioengine.kernels.layer_slot import StepHolder, attach_slot
 from aioengine.models.runtime.interfaces import PromptInputs, PromptMedia
 from aioengine.models.runtime.probe import LayerSpec
 from aioengine.models.runtime.transformers_model import TransformersModel
 from aioengine.models.text import TextModel
 
 __all__ = ["EncoderModel", "with_second_text"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowSlot:
+    """Attention of a layer whose tokens see as many before them as behind, of one KV `group`.
+
+    A prompt is in one step as a whole, so that no pages are written or read.
+    """
+
+    group: int
+    holder: StepHolder
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        """Compute each sequence by itself; see `Slot`."""
+        step = self.holder.current
+        assert step is not None and args.window is not None
+        found = query.new_empty(*query.shape[:2], value.shape[-1])
+        for first, stop in split_by_sequence(step.metadata[self.group]):
+            q, k, v = (each[None, first:stop].transpose(1, 2) for each in (query, key, value))
+            places = torch.arange(stop - first, device=query.device)
+            is_near = (places[:, None] - places).abs() < args.window
+            attended = dense_attention(q, k, v, is_near, scale=args.scale)
+            found[first:stop] = attended[0].transpose(0, 1)
+        return found
 
 
 class EncoderModel(TextModel):
@@ -36,14 +63,23 @@ class EncoderModel(TextModel):
         return takes and int(getattr(self.text_config, "type_vocab_size", 0) or 0) > 1
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        """See the base class. Raises ModelLoadError where a layer has a window: to both sides."""
+        """See the base class; these tokens see later ones. Raises ModelLoadError where a layer has
+        more than a window."""
         found = TransformersModel.layers(self)
-        if any(each.window is not None for each in found):
+        if any(each.window is not None and (each.softcap or each.sinks) for each in found):
             raise ModelLoadError(
-                f"{type(self.model).__name__} has layers in which tokens see a window to both "
-                "sides, which the engine does not compute. Run this model with transformers"
+                f"{type(self.model).__name__} has layers with a window to both sides that cap "
+                "scores or have sinks, which is not computed. Run this model with transformers"
             )
         return found
+
+    def patch(self) -> None:
+        """See the base class. Layers with a window have it to both sides."""
+        super().patch()
+        for index, spec in enumerate(self.specs):
+            if spec.window is not None:
+                slot = WindowSlot(self.layer_groups[index][0], self._holder)
+                attach_slot(self.decoder().get_submodule(spec.name), slot)
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[PromptMedia] = ()

@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 import transformers as hf
 
-from aioengine import AsyncEngine, Embeddings, Engine, ModelLoadError, errors
-from aioengine.errors import InvalidRequestError, OverloadedError, PromptTooLongError
+from aioengine import AsyncEngine, Embeddings, Engine
+from aioengine.errors import (
+    InvalidRequestError,
+    MediaError,
+    ModelLoadError,
+    OverloadedError,
+    PromptTooLongError,
+)
 from tests.support.embedders import (
     QWEN3,
     SIZES,
@@ -26,6 +32,8 @@ from tests.support.engines import assert_at_rest, cancelled_at, greedy, running_
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 PROMPT = [*range(5, 45)]
+BLOCK_BYTES = 3 * 2 * 2 * 12 * 8 * 4
+"""Of three layers' keys and values, two heads of 12 numbers each, of 4 tokens in float64."""
 POOLING = ["Transformer", "Pooling", "Normalize"]
 
 
@@ -82,7 +90,7 @@ async def test_generation_goes_on_beside_it(chat: Any) -> None:
 async def test_preemption_changes_nothing(chat: Any) -> None:
     folder, model = chat
     options = {"block_size": 4, "max_num_batched_tokens": 24, "max_model_len": 48}
-    async with running_engine(folder, kv_cache_bytes=14 * 4 * 576, **options) as engine:
+    async with running_engine(folder, kv_cache_bytes=14 * BLOCK_BYTES, **options) as engine:
         texts = [asyncio.ensure_future(engine.generate(PROMPT[:9], greedy(30))) for _ in range(2)]
         vectors = await asyncio.gather(
             *(engine.embed(PROMPT[i:], pooling="mean", priority=1) for i in range(8))
@@ -90,6 +98,7 @@ async def test_preemption_changes_nothing(chat: Any) -> None:
         for i, vector in enumerate(vectors):
             assert cosine(vector, states(model, PROMPT[i:]).mean(0)) >= 1 - 1e-5
         await asyncio.gather(*texts)
+        assert engine.statistics().preemptions > 0
 
 
 async def test_a_prompt_may_be_as_long_as_the_model_takes(chat: Any) -> None:
@@ -97,14 +106,14 @@ async def test_a_prompt_may_be_as_long_as_the_model_takes(chat: Any) -> None:
     folder, model = chat
     prompt = [5 + i % 300 for i in range(48)]
     options = {"block_size": 4, "max_model_len": 48, "max_num_batched_tokens": 13}
-    async with running_engine(folder, kv_cache_bytes=1, **options) as engine:
+    async with running_engine(folder, kv_cache_bytes=12 * BLOCK_BYTES, **options) as engine:
         assert engine.statistics().kv_blocks_total == 12
         expected = states(model, prompt)[-1]
         for cached in (0, 44):
             output = await engine.embed_output(prompt)
             assert cosine(output.vector, expected) >= 1 - 1e-5
             assert output.usage.cached_tokens == cached
-        with pytest.raises(PromptTooLongError, match="49 tokens.* max_model_len is 48; shorten"):
+        with pytest.raises(PromptTooLongError, match=r"49 tokens.* max_model_len is 48; shorten"):
             await engine.embed([*prompt, 5])
         with pytest.raises(PromptTooLongError, match="one output token must fit too"):
             await engine.generate(prompt)
@@ -124,14 +133,9 @@ async def test_cancelling_it_leaves_nothing(chat: Any, kind: str) -> None:
             await asyncio.gather(begun, *others, return_exceptions=True)
         await settled(engine)
         statistics = engine.statistics()
-        assert statistics.aborted + statistics.finished == 200 - _not_begun(statistics)
-        assert statistics.aborted > 20
+        assert statistics.finished >= 100 and statistics.aborted > 20
+        assert statistics.finished + statistics.aborted <= 200
         await cancelled_at(_swallow(engine.score("a dog", ["a fox", "the dog"])), 1)
-
-
-def _not_begun(statistics: Any) -> int:
-    """Tasks that were cancelled before their first step."""
-    return 200 - statistics.aborted - statistics.finished
 
 
 async def _swallow(call: Any) -> None:
@@ -157,7 +161,7 @@ async def test_images_go_through_the_encoder_cache(tmp_path: Path) -> None:
         found = await engine.embed(messages, images=tiny_image(1))
         rendered = await engine.embed("USER: <image>\nWhat? ASSISTANT:", images=tiny_image(1))
         assert np.array_equal(found, rendered)
-        with pytest.raises(errors.MediaError):
+        with pytest.raises(MediaError):
             await engine.embed(prompt, images=Embeddings(np.zeros((1, 3), dtype=np.float32)))
 
 
@@ -200,8 +204,6 @@ async def test_what_is_done_to_vectors_elsewhere_is_refused_by_name(tmp_path: Pa
     with pytest.raises(ModelLoadError, match=r"modules.json of .* is no list of modules"):
         async with AsyncEngine.from_pretrained(tmp_path):
             pass
-    (tmp_path / "modules.json").unlink()
-    save_modules(tmp_path / "..", [])
 
 
 async def test_what_cannot_be_is_refused_before_work_starts(chat: Any) -> None:
@@ -219,9 +221,8 @@ async def test_what_cannot_be_is_refused_before_work_starts(chat: Any) -> None:
             with pytest.raises(InvalidRequestError, match=match) as caught:
                 await engine.embed(PROMPT, **options)
             assert caught.value.parameter == parameter
-        for prompt in ([], ""):
-            with pytest.raises(InvalidRequestError, match="no tokens|token at least|one token"):
-                await engine.embed([] if prompt == [] else [])
+        with pytest.raises(InvalidRequestError, match="prompt has no tokens"):
+            await engine.embed([])
         with pytest.raises(InvalidRequestError, match="documents must be a list"):
             await engine.score("a dog", "a fox")
         with pytest.raises(InvalidRequestError, match="no image"):
@@ -232,7 +233,7 @@ async def test_what_cannot_be_is_refused_before_work_starts(chat: Any) -> None:
 async def test_scores_of_an_embedder_are_cosines(chat: Any) -> None:
     folder, _ = chat
     documents = ["the dog", PROMPT, "a red circle", "a dog"]
-    async with running_engine(folder, max_queued_requests=0, max_num_seqs=2) as engine:
+    async with running_engine(folder, max_queued_requests=1, max_num_seqs=2) as engine:
         output = await engine.score_output("a dog", documents)
         one = await engine.embed("a dog")
         vectors = [await engine.embed(each) for each in documents]
@@ -241,7 +242,7 @@ async def test_scores_of_an_embedder_are_cosines(chat: Any) -> None:
         assert len(output.usages) == 5
         assert await engine.score("a dog", []) == []
         with pytest.raises(OverloadedError):
-            await asyncio.gather(*(engine.embed(PROMPT) for _ in range(3)))
+            await asyncio.gather(*(engine.embed(PROMPT) for _ in range(4)))
 
 
 async def test_a_head_of_many_labels_gives_no_score(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ POOL: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 PROMPTS = [[*range(first, first + length)] for first, length in ((5, 40), (7, 1), (9, 16), (4, 33))]
 LLAMA = {**SIZES, "num_key_value_heads": 2}
+MARKS = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 CAUSAL = {
     "Qwen3ForCausalLM": hf.Qwen3Config(**QWEN3),
     "Qwen3Model": hf.Qwen3Config(**QWEN3),
@@ -38,9 +39,20 @@ BERT = {
         dim=48, hidden_dim=96, n_layers=2, n_heads=4, vocab_size=320, max_position_embeddings=1024
     ),
 }
+WINDOWS = {
+    "ModernBertModel": hf.ModernBertConfig(**SIZES, **MARKS, local_attention=8),
+    "ModernBertForMaskedLM": hf.ModernBertConfig(**SIZES, **MARKS, local_attention=8),
+    "Gemma3TextModel": hf.Gemma3TextConfig(
+        **QWEN3, sliding_window=9, use_bidirectional_attention=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}  # fmt: skip
 HEADS = {
     "Qwen3ForSequenceClassification": hf.Qwen3Config(**QWEN3, num_labels=1),
     "BertForSequenceClassification": hf.BertConfig(**SIZES, num_labels=1),
+    "ModernBertForSequenceClassification": hf.ModernBertConfig(
+        **SIZES, **MARKS, local_attention=8, classifier_pooling="mean", num_labels=1
+    ),
     "XLMRobertaForSequenceClassification": hf.XLMRobertaConfig(
         **SIZES, type_vocab_size=1, num_labels=1
     ),
@@ -84,9 +96,9 @@ async def test_company_changes_no_more_than_rounding_does(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", BERT)
+@pytest.mark.parametrize("name", [*BERT, *WINDOWS])
 async def test_encoders_embed_as_transformers_does(name: str, dtype: str, tmp_path: Path) -> None:
-    model = save_model(tmp_path, name, BERT[name])
+    model = save_model(tmp_path, name, {**BERT, **WINDOWS}[name])
     async with running_engine(
         tmp_path, max_model_len=128, max_num_batched_tokens=128, dtype=dtype
     ) as engine:
