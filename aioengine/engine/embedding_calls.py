@@ -131,16 +131,24 @@ class EmbeddingCalls(ABC):
     ) -> list[RequestOutput]:
         """Run requests, as many at a time as the engine has room for; the first error ends them."""
 
-        async def run(each: tuple[PromptLike, Pooling]) -> RequestOutput:
+        async def run(each: tuple[PromptLike, Pooling]) -> RequestOutput | Exception:
             while True:
                 try:
                     return await _run(core, each[0], {}, each[1], None, priority)
                 except OverloadedError:  # others' requests have the room
                     await asyncio.sleep(ROOM_LOOK_S)
+                except Exception as error:
+                    return error  # of several that fail at once, one is raised
 
         window = new_window(self.config, None, None, is_ordered=True)
-        async with aclosing(map_bounded(run, asked, window)) as outputs:
-            return [task.result() async for _, task in outputs]
+        found: list[RequestOutput] = []
+        async with aclosing(map_bounded(run, asked, window)) as ended:
+            async for _, task in ended:
+                output = task.result()
+                if isinstance(output, Exception):
+                    raise output
+                found.append(output)
+        return found
 
 
 async def _run(

@@ -32,10 +32,12 @@ FIXED = {
 
 ADDED = {
     "BlockingStream",
+    "EmbeddingOutput",
     "Engine",
     "EngineState",
     "LoadProgress",
     "Logprob",
+    "ScoreOutput",
     "StructuredOutputs",
     "MediaConfig",
     "demo_model",
