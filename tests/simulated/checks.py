@@ -219,3 +219,26 @@ async def test_pixels_in_the_memory_of_the_device(tmp_path: Path) -> None:
             await engine.reset_caches()
             found = await engine.generate(text, params, images=images)
             assert found.token_ids == wanted.token_ids
+
+
+async def test_embeddings_beside_steps(tmp_path: Path) -> None:
+    """What is pooled is read once its step is done, beside tokens of others."""
+    save_tiny_llava(tmp_path)
+    text, params = "USER: <image>\nWhat is it?", SamplingParams(temperature=0, max_tokens=6)
+    found = []
+    for device in ("cuda", "cpu"):
+        async with running_engine(tmp_path, device=device, dtype="float32") as engine:
+            others = [asyncio.create_task(engine.generate(text[8:], params)) for _ in range(2)]
+            asked = [
+                ("last", [tiny_image(3)]),
+                ("mean", [tiny_image(3)]),
+                ("mean", [tiny_image(4)]),
+            ]
+            found.append(
+                await asyncio.gather(
+                    *(engine.embed(text, images=images, pooling=kind) for kind, images in asked)
+                )
+            )
+            await asyncio.gather(*others)
+    for ours, wanted in zip(*found, strict=True):
+        assert np.abs(ours - wanted).max() < 1e-4
