@@ -12,7 +12,7 @@ import torch
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
 from aioengine.core.plan import Limits
-from aioengine.engine import loader
+from aioengine.engine.loading import loader
 from aioengine.errors import ModelLoadError
 from aioengine.execution import memory_budget
 from aioengine.execution.memory_budget import ModelSizes, available_bytes, resolve_limits

@@ -57,7 +57,7 @@ def _hostile(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a GPU has, on a CPU: kernels' plans and sampling, and captures."""
-    from aioengine.engine import loader
+    from aioengine.engine.loading import loader
     from aioengine.kernels.matmul import TorchLinear
     from aioengine.kernels.triton import sample
     from aioengine.kernels.triton.operators import TritonOperators
