@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aioengine import EngineConfig
-from aioengine.engine import devices, garbage
+from aioengine.engine.loading import devices, garbage
 from aioengine.models.runtime.load_progress import Reporter
 
 MAX_COLLECTION_S = 0.020
