@@ -11,11 +11,20 @@ from starlette.types import Receive, Scope, Send
 from aioengine.asgi.api.batches import Batches, Kinds
 from aioengine.asgi.api.chat import ChatAnswer, read_chat
 from aioengine.asgi.api.completions import TextAnswer, read_completion
+from aioengine.asgi.api.embeddings import (
+    embed,
+    read_embeddings,
+    read_rerank,
+    read_score,
+    rerank,
+    score,
+)
 from aioengine.asgi.api.files import Files, FileStore
 from aioengine.asgi.api.generation import Generation
 from aioengine.asgi.api.messages import MessagesAnswer, read_counted, read_messages
 from aioengine.asgi.api.openapi import document
-from aioengine.asgi.api.tokenize import Tokens, count, read_text, read_tokenize, show, text_of
+from aioengine.asgi.api.questions import Question
+from aioengine.asgi.api.tokenize import count, read_text, read_tokenize, show, text_of
 from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.endpoint import Handler, endpoint
 from aioengine.asgi.error_responses import anthropic_error
@@ -30,6 +39,7 @@ def api_routes(service: Service, probes: Sequence[BaseRoute] = ()) -> list[BaseR
     routes = [
         *_generation_routes(service),
         *_response_routes(service),
+        *_embedding_routes(service),
         *_model_routes(service),
         *token_routes(service),
         *probes,
@@ -46,8 +56,8 @@ def api_routes(service: Service, probes: Sequence[BaseRoute] = ()) -> list[BaseR
 def token_routes(service: Service) -> list[BaseRoute]:
     """The routes of what counts and shows tokens."""
     return [
-        endpoint(service, "/tokenize", Tokens(service, read_tokenize, show), "POST"),
-        endpoint(service, "/detokenize", Tokens(service, read_text, text_of), "POST"),
+        endpoint(service, "/tokenize", Question(service, read_tokenize, show), "POST"),
+        endpoint(service, "/detokenize", Question(service, read_text, text_of), "POST"),
     ]
 
 
@@ -58,7 +68,7 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
     }
     anthropic: Mapping[str, Handler] = {
         "/messages": Generation(service, read_messages, MessagesAnswer),
-        "/messages/count_tokens": Tokens(service, read_counted, count),
+        "/messages/count_tokens": Question(service, read_counted, count),
     }
     store = FileStore(service.max_files_bytes)
     files, batches = Files(service, store), Batches(service, store, kinds)
@@ -88,6 +98,14 @@ def _response_routes(service: Service) -> list[BaseRoute]:
             endpoint(service, path, kept.delete, "DELETE"),
         ]
     return routes
+
+
+def _embedding_routes(service: Service) -> list[BaseRoute]:
+    return [
+        endpoint(service, "/embeddings", Question(service, read_embeddings, embed), "POST"),
+        endpoint(service, "/score", Question(service, read_score, score), "POST"),
+        endpoint(service, "/rerank", Question(service, read_rerank, rerank), "POST"),
+    ]
 
 
 def _model_routes(service: Service) -> list[BaseRoute]:

@@ -177,13 +177,20 @@ async def _pairs(
 ) -> list[tuple[PromptLike, Pooling]]:
     """Each pair of texts as a classifier reads it."""
     names = ("query", *(f"documents[{index}]" for index in range(len(documents))))
-    for name, text in zip(names, (query, *documents), strict=True):
+    texts, salts = [], []
+    for name, each in zip(names, (query, *documents), strict=True):
+        text = each.text if isinstance(each, Prompt) else each
         if not isinstance(text, str):
             message = f"{name} must be a text: this model scores pairs of texts"
-            raise InvalidRequestError(message, parameter=name, value=type(text).__name__)
-    pairs = [(str(query), str(document)) for document in documents]
-    encoded = await core.input_processor.encode_pairs(pairs)
-    return [(token_ids, core.loaded.embedder.head(second)) for token_ids, second in encoded]
+            raise InvalidRequestError(message, parameter=name, value=type(each).__name__)
+        texts.append(text)
+        salts.append(each.cache_salt if isinstance(each, Prompt) else None)
+    first, *others = texts
+    encoded = await core.input_processor.encode_pairs([(first, other) for other in others])
+    return [
+        (Prompt(token_ids=token_ids, cache_salt=salt), core.loaded.embedder.head(second))
+        for (token_ids, second), salt in zip(encoded, salts[1:], strict=True)
+    ]
 
 
 def _vector(found: Any, *, normalizes: bool) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ from aioengine.asgi.api.asks import Ask, make_ask, prompt_options, wrong
 from aioengine.asgi.api.fields import COMPLETIONS, known
 from aioengine.types import CompletionOutput, Delta, Prompt, TokenLogprobs
 
-__all__ = ["TextAnswer", "read_completion"]
+__all__ = ["TextAnswer", "read_completion", "read_prompts"]
 
 MAX_PROMPTS = 128
 
@@ -26,18 +26,18 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
     options = prompt_options(given)
     prompts = tuple(
         Prompt(**{**options, "text" if isinstance(prompt, str) else "token_ids": prompt})
-        for prompt in read_prompts(given.get("prompt"), "prompt")
+        for prompt in read_prompts(given.get("prompt"), "prompt", MAX_PROMPTS)
     )
     return make_ask(given, prompts, given.get("logprobs"))
 
 
-def read_prompts(given: Any, name: str) -> Sequence[str | list[int]]:
+def read_prompts(given: Any, name: str, most: int) -> Sequence[str | list[int]]:
     """One or many of the forms that a prompt has. Raises InvalidRequestError."""
     if isinstance(given, str) or (given and _is_prompt(given)):
         return [given]
     many = given if isinstance(given, list) else []
-    if len(many) > MAX_PROMPTS:
-        raise wrong(name, f"a list of {MAX_PROMPTS} prompts at most")
+    if len(many) > most:
+        raise wrong(name, f"a list of {most} prompts at most")
     if not many or not all(map(_is_prompt, many)):
         raise wrong(name, "text, token ids, or a list of either")
     return many

@@ -19,10 +19,13 @@ __all__ = [
     "CHAT",
     "COMPLETIONS",
     "DETOKENIZE",
+    "EMBEDDINGS",
     "FILES",
     "MESSAGES",
+    "RERANK",
     "RESPONSES",
     "SAMPLING",
+    "SCORE",
     "TABLES",
     "TOKENIZE",
     "TRANSCRIPTIONS",
@@ -280,6 +283,34 @@ RESPONSES: Fields = {
     "moderation": CHAT["moderation"],
     "image": refused("images are not compressed", {"context_compression": "auto"}),
 }
+PROMPTS: Fields = {
+    "model": GENERATION["model"],
+    "cache_salt": GENERATION["cache_salt"],
+    "mm_processor_kwargs": GENERATION["mm_processor_kwargs"],
+    "user": ACCOUNT,
+}
+EMBEDDINGS: Fields = {
+    **PROMPTS,
+    "input": done("text or token ids, one or up to 2,048"),
+    "messages": done("in place of `input`: a conversation, with images where the model sees"),
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
+    "encoding_format": done("`float`, `base64`"),
+    "dimensions": done("so many numbers from the first on, for models trained for it"),
+    "pooling": done("`last`, `mean`, `cls`; without it as the checkpoint says"),
+    "normalize": done("without it as the checkpoint says"),
+}
+SCORE: Fields = {
+    **PROMPTS,
+    "text_1": done("the query"),
+    "text_2": done("a text, or up to 2,048"),
+}
+RERANK: Fields = {
+    **PROMPTS,
+    "query": done(),
+    "documents": done("texts, or objects with a `text`, up to 2,048"),
+    "top_n": done("of the answer; 0 for all"),
+    "return_documents": done("true unless it is given"),
+}
 TABLES: Mapping[str, Fields] = {
     "chat/completions": CHAT,
     "chat/completions: messages": MESSAGES,
@@ -287,6 +318,9 @@ TABLES: Mapping[str, Fields] = {
     "audio/transcriptions": TRANSCRIPTIONS,
     "messages": ANTHROPIC,
     "messages: blocks": BLOCKS,
+    "embeddings": EMBEDDINGS,
+    "score": SCORE,
+    "rerank": RERANK,
     "tokenize": TOKENIZE,
     "detokenize": DETOKENIZE,
     "files": FILES,

@@ -19,8 +19,11 @@ from aioengine.asgi.api.fields import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EMBEDDINGS,
     FILES,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     TRANSCRIPTIONS,
     Field,
@@ -71,6 +74,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /messages/count_tokens": Operation(
         "Count a conversation's tokens", ANTHROPIC, ("messages",)
     ),
+    "POST /embeddings": Operation("Embeddings of prompts", EMBEDDINGS),
+    "POST /score": Operation("Scores of texts for a text", SCORE, ("text_1", "text_2")),
+    "POST /rerank": Operation("Documents by their scores", RERANK, ("query", "documents")),
     "POST /tokenize": Operation("Tokens of a prompt or a conversation", TOKENIZE),
     "POST /detokenize": Operation("Text of tokens", DETOKENIZE, ("tokens",)),
     "POST /files": Operation(

@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.api.asks import Ask, flag, make_ask, prompt_options, wrong
 from aioengine.asgi.api.chat import check_conversation
 from aioengine.asgi.api.fields import DETOKENIZE, TOKENIZE, known
-from aioengine.asgi.client_task import EventStream, attend, failures_in
-from aioengine.asgi.json_body import BoundedBody, read_object
+from aioengine.asgi.client_task import LongEvent
 from aioengine.asgi.service import Service
-from aioengine.streams.loop_bridge import run_apart
 from aioengine.types import Prompt
 
-__all__ = ["Tokens", "count", "read_text", "read_tokenize", "show", "text_of"]
+__all__ = ["count", "read_text", "read_tokenize", "show", "text_of"]
 
 PIECE = 128
 """Tokens whose texts are looked up at a time."""
 MANY = 1024
 """Tokens whose JSON is not written on the loop."""
-
-Work = Callable[[Service, Ask], Awaitable[dict[str, Any]]]
-
-
-class Tokens:
-    """The endpoint of one kind of question about tokens. `read` makes an Ask of the body."""
-
-    def __init__(
-        self, service: Service, read: Callable[[Mapping[str, Any]], Ask], work: Work
-    ) -> None:
-        self._service = service
-        self._read = read
-        self._work = work
-
-    async def __call__(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
-        """Answer one POST request. Raises what goes wrong."""
-        ask = await read_object(receive, self._read)
-        self._service.check_model(ask.model)
-        await attend(receive, self._answer(ask, scope, receive, send))
-
-    async def _answer(self, ask: Ask, scope: Scope, receive: Receive, send: Send) -> None:
-        prompts = tuple(self._service.salted(scope, prompt) for prompt in ask.prompts)
-        async with failures_in(EventStream(send), ask.in_its_words):
-            answer = await self._work(self._service, replace(ask, prompts=prompts))
-        if answer.get("count", 0) > MANY:
-            encoder = json.JSONEncoder()  # in Python, which lets go of the GIL
-            body = await run_apart(lambda: "".join(encoder.iterencode(answer)).encode())
-        else:
-            body = json.dumps(answer).encode()
-        await Response(body, media_type="application/json")(scope, receive, send)
 
 
 def read_tokenize(body: Mapping[str, Any]) -> Ask:
@@ -98,12 +61,15 @@ async def show(service: Service, ask: Ask) -> dict[str, Any]:
     """Answer tokenize."""
     token_ids = await service.engine.tokenize(ask.prompts[0])
     wants_texts = ask.fields.get("return_token_strs")
-    return {
-        "count": len(token_ids),
-        "max_model_len": service.engine.max_model_len,
-        "tokens": token_ids,
-        "token_strs": await _texts(service, token_ids) if wants_texts else None,
-    }
+    answer = LongEvent if len(token_ids) > MANY else dict
+    return answer(
+        {
+            "count": len(token_ids),
+            "max_model_len": service.engine.max_model_len,
+            "tokens": token_ids,
+            "token_strs": await _texts(service, token_ids) if wants_texts else None,
+        }
+    )
 
 
 async def _texts(service: Service, token_ids: Sequence[int]) -> list[str]:

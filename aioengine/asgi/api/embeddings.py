@@ -1,0 +1,166 @@
+"""embeddings, score and rerank: prompts in, numbers out."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from aioengine.asgi.api.asks import Ask, flag, make_ask, prompt_options, wrong
+from aioengine.asgi.api.chat import check_conversation, template_options
+from aioengine.asgi.api.completions import read_prompts
+from aioengine.asgi.api.fields import EMBEDDINGS, RERANK, SCORE, known
+from aioengine.asgi.client_task import LongEvent
+from aioengine.asgi.service import Service
+from aioengine.errors import is_int
+from aioengine.streams.together import run_together
+from aioengine.types import EmbeddingOutput, Prompt, ScoreOutput
+
+__all__ = ["embed", "read_embeddings", "read_rerank", "read_score", "rerank", "score"]
+
+MAX_INPUTS = 2048
+MANY = 4096
+"""Numbers whose JSON is not written on the loop."""
+FORMATS = ("float", "base64")
+ALIASES = {"prompt": "input", "documents": "text_2", "query": "text_1"}
+
+
+def read_embeddings(body: Mapping[str, Any]) -> Ask:
+    """The body of embeddings. Raises InvalidRequestError."""
+    given = known(body, EMBEDDINGS)
+    if ("input" in given) == ("messages" in given):
+        raise wrong("input", "given, or messages, and not both")
+    if given.get("encoding_format", "float") not in FORMATS:
+        raise wrong("encoding_format", f"one of {', '.join(FORMATS)}")
+    size = given.get("dimensions")
+    if size is not None and not (is_int(size) and size > 0):
+        raise wrong("dimensions", "a positive integer")
+    flag(given, "normalize")
+    options = prompt_options(given)
+    if "messages" in given:
+        conversation = check_conversation(given["messages"])
+        template = template_options(given)
+        prompts = [Prompt(messages=conversation, chat_template_kwargs=template, **options)]
+    else:
+        prompts = [
+            Prompt(**{**options, "text" if isinstance(each, str) else "token_ids": each})
+            for each in read_prompts(given["input"], "input", MAX_INPUTS)
+        ]
+    used = {name: alias for name, alias in ALIASES.items() if alias in given}
+    return make_ask(given, tuple(prompts), None, used)
+
+
+def read_score(body: Mapping[str, Any]) -> Ask:
+    """The body of score. Raises InvalidRequestError."""
+    given = known(body, SCORE)
+    query = _text(given.get("text_1"), "text_1")
+    texts = given.get("text_2")
+    listed = [texts] if isinstance(texts, str) else texts
+    return _scored(given, query, _texts(listed, "text_2"))
+
+
+def read_rerank(body: Mapping[str, Any]) -> Ask:
+    """The body of rerank. Raises InvalidRequestError."""
+    given = known(body, RERANK)
+    count = given.get("top_n")
+    if count is not None and not (is_int(count) and count >= 0):
+        raise wrong("top_n", "an integer, 0 for all")
+    flag(given, "return_documents")
+    query = _text(given.get("query"), "query")
+    documents = given.get("documents")
+    if isinstance(documents, list):
+        documents = [each.get("text") if isinstance(each, dict) else each for each in documents]
+    return _scored(given, query, _texts(documents, "documents"))
+
+
+def _scored(given: dict[str, Any], query: str, documents: Sequence[str]) -> Ask:
+    """The prompts are the query and the documents."""
+    options = prompt_options(given)
+    prompts = tuple(Prompt(text=text, **options) for text in (query, *documents))
+    aliases = {name: alias for name, alias in ALIASES.items() if alias in given}
+    return make_ask(given, prompts, None, aliases)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise wrong(name, "text")
+    return value
+
+
+def _texts(values: Any, name: str) -> list[str]:
+    if not isinstance(values, list) or not 0 < len(values) <= MAX_INPUTS:
+        raise wrong(name, f"a list of 1 to {MAX_INPUTS} texts")
+    return [_text(value, f"{name}[{index}]") for index, value in enumerate(values)]
+
+
+async def embed(service: Service, ask: Ask) -> dict[str, Any]:
+    """Answer embeddings."""
+    engine, given = service.engine, ask.fields
+    options = {name: given[name] for name in ("pooling", "normalize") if name in given}
+    engine.check_room(len(ask.prompts))
+    outputs = await run_together(engine.embed_output(each, **options) for each in ask.prompts)
+    size = given.get("dimensions")
+    width = len(outputs[0].vector)
+    if size is not None and size > width:
+        raise wrong("dimensions", f"{width} at most")
+    is_short = given.get("encoding_format") == "base64"
+    data = [
+        {"object": "embedding", "index": index, "embedding": _vector(each, size, is_short)}
+        for index, each in enumerate(outputs)
+    ]
+    kind = dict if is_short or len(outputs) * (size or width) <= MANY else LongEvent
+    usage = _usage(output.usage.prompt_tokens for output in outputs)
+    return kind(object="list", data=data, model=ask.model, usage=usage)
+
+
+def _vector(output: EmbeddingOutput, size: int | None, is_short: bool) -> str | list[float]:
+    """The vector, or its beginning, which has the length that the whole has."""
+    vector = output.vector
+    if size is not None:
+        length = float((vector @ vector) ** 0.5)
+        vector = vector[:size]
+        vector = vector * (length / (float((vector @ vector) ** 0.5) or 1.0))
+    if is_short:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+async def score(service: Service, ask: Ask) -> dict[str, Any]:
+    """Answer score."""
+    output = await _scores(service, ask)
+    data = [
+        {"object": "score", "index": index, "score": each}
+        for index, each in enumerate(output.scores)
+    ]
+    answer = {"id": f"score-{uuid4().hex}", "object": "list", "model": ask.model, "data": data}
+    return {**answer, "usage": _usage(usage.prompt_tokens for usage in output.usages)}
+
+
+async def rerank(service: Service, ask: Ask) -> dict[str, Any]:
+    """Answer rerank: the best first."""
+    output = await _scores(service, ask)
+    ranked = sorted(enumerate(output.scores), key=lambda each: -each[1])
+    shows = ask.fields.get("return_documents", True)
+    results = [
+        {
+            "index": index,
+            **({"document": {"text": ask.prompts[index + 1].text}} if shows else {}),
+            "relevance_score": each,
+        }
+        for index, each in ranked[: ask.fields.get("top_n") or None]
+    ]
+    usage = _usage(usage.prompt_tokens for usage in output.usages)
+    return {"id": f"rerank-{uuid4().hex}", "model": ask.model, "results": results, "usage": usage}
+
+
+async def _scores(service: Service, ask: Ask) -> ScoreOutput:
+    query, *documents = ask.prompts
+    service.engine.check_room(1)
+    return await service.engine.score_output(query, documents)
+
+
+def _usage(counts: Iterable[int]) -> dict[str, int]:
+    total = sum(counts)
+    return {"prompt_tokens": total, "total_tokens": total}
