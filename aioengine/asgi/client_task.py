@@ -21,6 +21,7 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects a stream makes it none
 ]
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 DONE = b"data: [DONE]\n\n"
 
 
@@ -153,10 +154,9 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _event(self, value: Any) -> bytes:
-        encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
         if isinstance(value, LongEvent):  # in Python, which lets go of the GIL
-            text = "".join(encoder.iterencode(value))
+            text = "".join(ENCODER.iterencode(value))
         else:
-            text = encoder.encode(value)
+            text = ENCODER.encode(value)
         name = f"event: {value['type']}\n" if self._are_named else ""
         return f"{name}data: {text}\n\n".encode()
