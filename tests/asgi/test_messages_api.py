@@ -232,6 +232,17 @@ async def test_a_full_context(folder: Path) -> None:
             assert answer["stop_reason"] == "model_context_window_exceeded"
 
 
+async def test_a_bound_on_thinking(folder: Path) -> None:
+    """It is the engine's, and refused by its own name where the model is not known to think."""
+    body = {**ASK, "thinking": {"type": "enabled", "budget_tokens": 9}}
+    assert read_messages(body).params.thinking_budget == 9
+    assert read_messages(ASK).params.thinking_budget is None
+    async with running_engine(folder) as engine, client_of(mounted(engine)) as client:
+        response = await client.post("/v1/messages", json=body)
+        assert response.status_code == 400
+        assert "thinking.budget_tokens" in response.json()["error"]["message"]
+
+
 async def test_a_schema(engine: AsyncEngine, client: httpx.AsyncClient) -> None:
     schema = {"type": "integer", "minimum": 3, "maximum": 3}
     wanted = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}

@@ -18,7 +18,6 @@ from aioengine.asgi.api.asks import Ask, flag, in_words, make_ask, wrong
 from aioengine.asgi.api.fields import ANTHROPIC, known
 from aioengine.asgi.error_responses import ApiError, anthropic_error
 from aioengine.errors import InvalidRequestError
-from aioengine.sampling_params import SamplingParams
 from aioengine.types import Delta, FinishReason, RequestOutput, ToolCall, ToolCallDelta
 
 __all__ = ["MessagesAnswer", "read_counted", "read_messages"]
@@ -27,6 +26,7 @@ ALIASES = {
     "stop": "stop_sequences",
     "structured_outputs": "output_config.format",
     "response_format": "output_config.format",
+    "thinking_budget": "thinking.budget_tokens",
 }
 """The engine's names of parameters, and Anthropic's."""
 BLOCKS = {
@@ -62,6 +62,7 @@ def read_counted(body: Mapping[str, Any]) -> Ask:
         **given,
         "parallel_tool_calls": not flag(choice, "disable_parallel_tool_use", "tool_choice."),
         "shows_thinking": thinking.get("display") != "omitted",
+        "thinking_budget": thinking.get("budget_tokens"),
     }
     if "stop_sequences" in given:
         fields["stop"] = given["stop_sequences"]
@@ -71,12 +72,7 @@ def read_counted(body: Mapping[str, Any]) -> Ask:
         ask = make_ask(fields, (prompt,), None)
     except InvalidRequestError as error:
         raise in_words(error, ALIASES) from error
-    ask = replace(ask, aliases={"prompt": "messages", **ALIASES, **places})
-    budget = thinking.get("budget_tokens")
-    if budget is None or "thinking_budget" not in SamplingParams.__dataclass_fields__:
-        return ask
-    changed: dict[str, Any] = {"thinking_budget": budget}
-    return replace(ask, params=replace(ask.params, **changed))
+    return replace(ask, aliases={"prompt": "messages", **ALIASES, **places})
 
 
 def _read_thinking(given: Any) -> Mapping[str, Any]:
