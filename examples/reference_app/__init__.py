@@ -1,0 +1,1 @@
+"""An expense desk: one FastAPI worker with a database, uploads, two agents and work of its own."""
