@@ -187,7 +187,8 @@ def measure(
         found["ready_s"] = time.perf_counter() - begin
         asyncio.run(load(app_port, 1, 1, 9000))
         found["first_answer_s"] = time.perf_counter() - begin
-        asyncio.run(load(app_port, max(USERS), 3, 9100))  # warm: all slots, uploads too
+        asyncio.run(load(app_port, 1, 3, 9100))
+        asyncio.run(load(app_port, max(USERS), 1, 9200))  # warm: uploads, and all slots
         for users in USERS:
             requests = options.requests if users > 1 else options.requests + 3
             used_s = cpu_s(pids)

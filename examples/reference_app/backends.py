@@ -46,10 +46,9 @@ class InProcess:
     @classmethod
     @asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator[InProcess]:
-        from aioengine import AsyncEngine, SamplingParams, demo_model
+        from aioengine import AsyncEngine, SamplingParams
 
-        model = settings.model or demo_model()
-        async with AsyncEngine.from_pretrained(model, **settings.engine) as engine:
+        async with AsyncEngine.from_pretrained(settings.model, **settings.engine) as engine:
             yield cls(engine, SamplingParams(**settings.sampling))
 
     async def stream(

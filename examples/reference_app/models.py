@@ -17,8 +17,8 @@ class Settings(BaseModel):
     """Environment variables `DESK_*`; mappings are written as JSON."""
 
     backend: Literal["in_process", "http"] = "in_process"
-    model: str = ""
-    """A folder or hub id, or what the HTTP server calls the model; empty: the demo model."""
+    model: str
+    """A folder or hub id, or what the HTTP server calls the model."""
     url: str = "http://127.0.0.1:8080/v1"
     sees_images: bool = True
     """Whether the model takes images; without, the reader is given the receipt's note alone."""

@@ -228,6 +228,9 @@ def test_images_come_before_the_note() -> None:
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="model"):
+        models.Settings.from_environment()
+    monkeypatch.setenv("DESK_MODEL", "desk")
     monkeypatch.setenv("DESK_BACKEND", "http")
     monkeypatch.setenv("DESK_SAMPLING", '{"max_tokens": 5}')
     monkeypatch.setenv("DESK_SEES_IMAGES", "0")
