@@ -59,7 +59,6 @@ from contenders.desk import (
 )
 from PIL import Image
 
-USERS = (1, 8)
 READY_WITHIN_S = 240.0
 PING_EVERY_S = 0.05
 
@@ -188,8 +187,8 @@ def measure(
         asyncio.run(load(app_port, 1, 1, 9000))
         found["first_answer_s"] = time.perf_counter() - begin
         asyncio.run(load(app_port, 1, 3, 9100))
-        asyncio.run(load(app_port, max(USERS), 1, 9200))  # warm: uploads, and all slots
-        for users in USERS:
+        asyncio.run(load(app_port, options.most_users, 1, 9200))  # warm: uploads, and all slots
+        for users in options.users:
             requests = options.requests if users > 1 else options.requests + 3
             used_s = cpu_s(pids)
             times, counts = asyncio.run(load(app_port, users, requests, 1000 * users))
@@ -201,13 +200,13 @@ def measure(
     return found
 
 
-def summarize(rounds: list[dict[Any, Any]]) -> dict[str, Any]:
+def summarize(rounds: list[dict[Any, Any]], numbers: list[int]) -> dict[str, Any]:
     """Figures of one contender over all rounds; times in milliseconds."""
     found: dict[str, Any] = {
         key: round(median(each[key] for each in rounds), 1)
         for key in ("ready_s", "first_answer_s", "memory_mb", "load_before")
     }
-    for users in USERS:
+    for users in numbers:
         loads = [each[users] for each in rounds]
         row: dict[str, Any] = {}
         for kind in ("question", "first_text", "upload", "health"):
@@ -228,11 +227,13 @@ def summarize(rounds: list[dict[Any, Any]]) -> dict[str, Any]:
     return found
 
 
-def ratios(ours: list[dict[Any, Any]], theirs: list[dict[Any, Any]]) -> dict[str, float]:
+def ratios(
+    ours: list[dict[Any, Any]], theirs: list[dict[Any, Any]], numbers: list[int]
+) -> dict[str, float]:
     """Medians of a contender's figures over ours, round by round."""
     pairs = list(zip(ours, theirs, strict=True))
     found = {"memory": median(b["memory_mb"] / a["memory_mb"] for a, b in pairs)}
-    for users in USERS:
+    for users in numbers:
         for kind in ("question", "first_text", "upload"):
             medians = [[median(getattr(each[users][0], kind)) for each in pair] for pair in pairs]
             found[f"{kind}_{users}"] = median(their / our for our, their in medians)
@@ -249,7 +250,8 @@ def options_of() -> argparse.Namespace:
     listed("model", type=Path, nargs="?", metavar="FOLDER")
     listed("--against", default=",".join((LLAMA, SERVE, BATCHED)), help="peers, by comma")
     listed("--rounds", type=int, default=3)
-    listed("--requests", type=int, default=6, help="of each of eight users; one user has 3 more")
+    listed("--users", type=lambda text: [*map(int, text.split(","))], default=[1, 8])
+    listed("--requests", type=int, default=6, help="of each user; a single one has 3 more")
     listed("--tokens", type=int, default=32, help="of each turn")
     listed("--threads", type=int, default=len(os.sched_getaffinity(0)))
     listed("--llama", type=Path, default=None, metavar="BIN")
@@ -258,7 +260,7 @@ def options_of() -> argparse.Namespace:
     listed("--role", choices=("users", "app"), default="users", help=argparse.SUPPRESS)
     listed("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.most_users = max(USERS)
+    options.most_users = max(options.users)
     options.against = [name for name in options.against.split(",") if name]
     if options.role == "users" and options.model is None:
         parser.error("FOLDER is missing")
@@ -292,7 +294,10 @@ def main() -> None:
                         print(log[-3000:], file=sys.stderr)
                         failures[name] = f"{type(error).__name__}: {error}"
                         continue
-                print(f"round {number} {name}: {summarize(measured[name][-1:])}", file=sys.stderr)
+                print(
+                    f"round {number} {name}: {summarize(measured[name][-1:], options.users)}",
+                    file=sys.stderr,
+                )
     about: dict[str, Any] = {
         "benchmark": "application",
         "machine": report.machine("bfloat16", options.threads),
@@ -302,9 +307,9 @@ def main() -> None:
     }
     whole = {name: rounds for name, rounds in measured.items() if name not in failures}
     for name, rounds in whole.items():
-        about[name] = summarize(rounds)
+        about[name] = summarize(rounds, options.users)
         if name != OURS and OURS in whole:
-            about[name]["ratios_to_ours"] = ratios(whole[OURS], rounds)
+            about[name]["ratios_to_ours"] = ratios(whole[OURS], rounds, options.users)
     print(json.dumps(about))
 
 

@@ -172,7 +172,9 @@ def contender_of(name: str, model: Path, port: int, options: argparse.Namespace)
     else:  # its copy of the model has no end-of-sequence token
         command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model]
         command += ["--dtype", "bfloat16", "--port", port]
-        command += ["--continuous-batching"] if name == BATCHED else []
+        if name == BATCHED:
+            blocks = ["--cb-block-size", 32, "--cb-num-blocks", CONTEXT // 32]
+            command += ["--continuous-batching", *blocks]
     return Contender(name, {**where, "sampling": sampling}, [str(word) for word in command])
 
 
