@@ -77,7 +77,7 @@ class OverHttp:
     async def open(cls, settings: Settings) -> AsyncIterator[OverHttp]:
         from openai import AsyncOpenAI
 
-        async with AsyncOpenAI(base_url=settings.url, api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=settings.url, api_key="none") as client:
             await cls._wait_ready(client)
             yield cls(client, settings.model, settings.sampling)
 
@@ -89,7 +89,7 @@ class OverHttp:
         async with asyncio.timeout(within_s):
             while True:
                 try:
-                    await client.models.list()
+                    await client.with_options(max_retries=0).models.list()
                     return
                 except (APIConnectionError, InternalServerError):
                     await asyncio.sleep(every_s)
