@@ -216,7 +216,7 @@ class MessageReader:
         self._calls: list[tuple[str, str, list[str]]] = []
         self.num_thought = 0
         """Tokens of reasoning, without those that begin or end it."""
-        self._runs: list[Run] = []
+        self._runs: list[list[Any]] = []  # fields of a Run, which the next token may change
         self._num_silent = 0
         """Tokens since the last that wrote something."""
 
@@ -236,6 +236,7 @@ class MessageReader:
         self.num_thought += was_thinking and self.is_thinking
         if is_end:
             pieces += self._parser.finish()
+        runs = self._add_runs(pieces, is_end=is_end)
         found = {"content": "", "reasoning": ""}
         calls = []
         for piece in pieces:
@@ -249,7 +250,6 @@ class MessageReader:
             else:
                 self._texts[piece.kind].append(piece.text)
                 found[piece.kind] += piece.text
-        runs = self._add_runs(pieces, is_end=is_end)
         return Addition(found["content"], found["reasoning"], tuple(calls), runs)
 
     def _add_runs(self, pieces: Sequence[AnswerPiece], *, is_end: bool) -> tuple[Run, ...]:
@@ -258,36 +258,37 @@ class MessageReader:
         Tokens before it that wrote nothing, as marks do, belong to the run before them, but for
         content, which has no marks of its own: there they belong to what follows.
         """
+        if len(pieces) == 1 and not (self._num_silent or is_end):  # as most tokens do
+            return (self._add_run(_run_of(pieces[0], 1)),)
         added: list[Run] = []
         num_before, num_own = self._num_silent, 1
         for piece in pieces:
-            kind: Any = "call" if piece.kind == "arguments" else piece.kind
-            size = 0 if piece.kind == "call" else len(piece.text)
-            run = Run(kind, size, num_own, piece.call)
-            last = self._runs[-1] if self._runs else run
-            if num_before and last.kind != "content":
-                self._add_run(added, last._replace(size=0, num_tokens=num_before))
+            kind, _, _, call = self._runs[-1] if self._runs else _run_of(piece, 0)
+            if num_before and kind != "content":
+                added.append(self._add_run(Run(kind, 0, num_before, call)))
             elif num_before:
-                run = run._replace(num_tokens=num_own + num_before)
-            self._add_run(added, run)
+                num_own += num_before
+            added.append(self._add_run(_run_of(piece, num_own)))
             num_before = num_own = 0
         self._num_silent = num_before + num_own
         if is_end and self._num_silent and self._runs:
-            self._add_run(added, self._runs[-1]._replace(size=0, num_tokens=self._num_silent))
+            kind, _, _, call = self._runs[-1]
+            added.append(self._add_run(Run(kind, 0, self._num_silent, call)))
         return tuple(added)
 
-    def _add_run(self, added: list[Run], run: Run) -> None:
-        for runs in (self._runs, added):
-            if runs and (runs[-1].kind, runs[-1].call) == (run.kind, run.call):
-                size, num_tokens = runs[-1].size + run.size, runs[-1].num_tokens + run.num_tokens
-                runs[-1] = run._replace(size=size, num_tokens=num_tokens)
-            else:
-                runs.append(run)
+    def _add_run(self, run: Run) -> Run:
+        last = self._runs[-1] if self._runs else None
+        if last is not None and last[0] == run.kind and last[3] == run.call:
+            last[1] += run.size
+            last[2] += run.num_tokens
+        else:
+            self._runs.append([*run])
+        return run
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """The order of the message."""
-        return tuple(self._runs)
+        return tuple(Run(*each) for each in self._runs)
 
     @property
     def message(self) -> Message:
@@ -295,6 +296,14 @@ class MessageReader:
         content, reasoning = ("".join(texts) for texts in self._texts.values())
         calls = (ToolCall(own, name, "".join(arguments)) for own, name, arguments in self._calls)
         return Message(content, reasoning, tuple(calls))
+
+
+def _run_of(piece: AnswerPiece, num_tokens: int) -> Run:
+    """The run that a piece of an answer is, or goes on with."""
+    if piece.kind == "call":
+        return Run("call", 0, num_tokens, piece.call)
+    kind: Any = "call" if piece.kind == "arguments" else piece.kind
+    return Run(kind, len(piece.text), num_tokens, piece.call)
 
 
 class TextReaders:
