@@ -19,6 +19,10 @@ from aioengine.processors.chat.schemas import (
 
 __all__ = ["CallForm", "CallGrammar", "write_grammar"]
 
+PLAIN = frozenset(
+    {"type", "properties", "required", "title", "description", "$schema", "$defs", "definitions"}
+)
+"""Keys of a schema that only names its properties."""
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value, whatever a schema asks for."""
 DEFINITIONS = ("$defs", "definitions")
@@ -96,6 +100,17 @@ def write_grammar(
     return CallGrammar(write(tools), names, lambda place: write({place: tools[place]}))
 
 
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema without arguments that it does not name, unless it says more than names: a small
+    model would make them up."""
+    required, names = schema.get("required", []), schema.get("properties") or {}
+    are_named = isinstance(required, list) and all(
+        isinstance(name, str) and name in names for name in required
+    )
+    is_plain = are_named and schema.keys() <= PLAIN
+    return {"additionalProperties": False, **schema} if is_plain else schema
+
+
 class _Writer:
     """Writes the rules of calls."""
 
@@ -117,7 +132,7 @@ class _Writer:
         before = self.literal(self._form.before.replace("NAME", name))
         yield f"call{place}: {before} arguments{place} {self.literal(self._form.after)}"
         if self._form.argument is None:
-            whole = {"type": "object", **schema, "x-guidance": STYLE}
+            whole = {"type": "object", **_closed(schema), "x-guidance": STYLE}
             yield f"arguments{place}: %json {json.dumps(whole)}"
             return
         try:

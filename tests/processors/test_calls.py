@@ -168,3 +168,44 @@ def test_texts_in_tags_follow_their_schema(
         token_ids = tokenizer.encode(form.write("f", {"x": text}), add_special_tokens=False)
         is_taken = matcher.try_consume_tokens(token_ids) == len(token_ids)
         assert (is_taken and matcher.is_accepting()) == (text in taken), text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_open"),
+    [
+        ({}, False),
+        ({"properties": {"a": {"type": "integer"}}}, False),
+        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, False),
+        ({"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, True),
+        ({"properties": {"a": {"type": "integer"}}, "patternProperties": {"^b": {}}}, True),
+        ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, True),
+    ],
+)
+def test_arguments_without_a_name_in_the_schema_are_not_written(
+    parameters: dict[str, Any], is_open: bool
+) -> None:
+    _, form = form_of("hermes")
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    written = write_grammar(form, {0: tool}, is_one=True, special={})
+    tokenizer = tiny_tokenizer()
+    vocabulary = hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[2])
+    grammar = LLMatcher.grammar_from_lark(written.text)
+    named = {"a": 1} if "properties" in parameters else {}
+    taken = {}
+    for name, extra in (("own", {}), ("more", {"b": 2})):
+        call = form.first + form.write("f", {**named, **extra}) + form.last
+        matcher = LLMatcher(vocabulary, grammar)
+        token_ids = tokenizer.encode(call, add_special_tokens=False)
+        taken[name] = matcher.try_consume_tokens(token_ids) == len(token_ids)
+    assert taken["more"] is is_open
+    assert taken["own"] is (parameters.get("required") != ["b"])
+
+
+@pytest.mark.parametrize("required", [3, "a", [[]], [{}], {"a": 1}, None])
+def test_schemas_that_are_none_are_left_to_the_compiler(required: Any) -> None:
+    _, form = form_of("hermes")
+    parameters = {"properties": {"a": {}}, "required": required}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert (
+        "additionalProperties" not in write_grammar(form, {0: tool}, is_one=True, special={}).text
+    )
