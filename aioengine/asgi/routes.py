@@ -28,7 +28,8 @@ from aioengine.asgi.api.tokenize import count, read_text, read_tokenize, show, t
 from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.endpoint import Handler, endpoint
 from aioengine.asgi.error_responses import anthropic_error
-from aioengine.asgi.responses.endpoint import KeptResponses, Responses
+from aioengine.asgi.responses.endpoint import KeptResponses, Responses, read_unkept
+from aioengine.asgi.responses.events import ResponseAnswer
 from aioengine.asgi.service import Service
 
 __all__ = ["api_routes", "token_routes"]
@@ -71,7 +72,10 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
         "/messages/count_tokens": Question(service, read_counted, count),
     }
     store = FileStore(service.max_files_bytes)
-    files, batches = Files(service, store), Batches(service, store, kinds)
+    files, batches = (
+        Files(service, store),
+        Batches(service, store, {**kinds, "/v1/responses": (read_unkept, ResponseAnswer)}),
+    )
     return [
         *(endpoint(service, p[3:], Generation(service, *k), "POST") for p, k in kinds.items()),
         endpoint(service, "/audio/transcriptions", Transcription(service), "POST"),

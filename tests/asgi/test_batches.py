@@ -17,7 +17,7 @@ from aioengine import AsyncEngine
 from aioengine.asgi import openai_app
 from aioengine.asgi.api import batches
 from tests.asgi.serving import image_part, openai_client, serving
-from tests.support.engines import greedy, settled, until
+from tests.support.engines import greedy, settled
 
 CHAT = "/v1/chat/completions"
 MAX_BYTES = 600_000
@@ -118,12 +118,26 @@ async def test_texts(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     assert texts == [(await engine.generate(text, greedy(3))).text for text in ("one", "two")]
 
 
+async def test_responses(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    body = {"input": "Hello", "temperature": 0, "max_output_tokens": 3, "ignore_eos": True}
+    follows = {**body, "previous_response_id": "resp_1"}
+    batch = await begun(client, lines([body, follows], "/v1/responses"), "/v1/responses")
+    batch = await ended(client, batch)
+    (row,) = await rows(client, batch.output_file_id)
+    expected = await engine.generate([{"role": "user", "content": "Hello"}], greedy(3))
+    (item,) = row["response"]["body"]["output"]
+    assert item["content"][0]["text"] == expected.text
+    (row,) = await rows(client, batch.error_file_id)
+    assert row["response"]["body"]["error"]["param"] == "previous_response_id"
+
+
 async def test_a_batch_that_is_cancelled(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     bodies = [chat("first", max_tokens=1), *(chat("x", max_tokens=300) for _ in range(40))]
     for body in bodies:
         body["ignore_eos"] = True
     batch = await begun(client, lines(bodies))
-    await until(lambda: engine.statistics().finished)
+    while not (batch.request_counts and batch.request_counts.completed):
+        batch = await client.batches.retrieve(batch.id)
     batch = await client.batches.cancel(batch.id)
     assert batch.status == "cancelling"
     batch = await ended(client, batch)

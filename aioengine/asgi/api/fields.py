@@ -158,7 +158,7 @@ FILES: Fields = {
 }
 BATCHES: Fields = {
     "input_file_id": done(),
-    "endpoint": done("`/v1/chat/completions` or `/v1/completions`"),
+    "endpoint": done("`/v1/chat/completions`, `/v1/completions` or `/v1/responses`"),
     "completion_window": done("`24h`; it takes as long as it takes"),
     "metadata": done("given back"),
     "output_expires_after": ignored("files stay until they are deleted, or the process ends"),

@@ -23,7 +23,7 @@ from aioengine.errors import InvalidRequestError, shown
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.types import RequestOutput
 
-__all__ = ["KeptResponses", "Responses"]
+__all__ = ["KeptResponses", "Responses", "read_unkept"]
 
 ID = re.compile("resp_[0-9a-f]{32}")
 """All that a store is ever asked for: it may make a file's name of it."""
@@ -31,6 +31,17 @@ NEEDS_STORE = (
     "previous_response_id cannot be followed: this server keeps no responses (response_store=); "
     "give the earlier items in input"
 )
+
+
+def read_unkept(body: Mapping[str, Any]) -> Ask:
+    """The body of a request whose response is not kept. Raises InvalidRequestError."""
+    return _unkept(read_response(body))
+
+
+def _unkept(ask: ResponseAsk) -> ResponseAsk:
+    if ask.previous_id is not None:
+        raise InvalidRequestError(NEEDS_STORE, parameter="previous_response_id")
+    return replace(ask, is_kept=False)
 
 
 class KeptResponses:
@@ -88,9 +99,7 @@ class Responses(Generation):
     async def _prepare(self, ask: Ask, scope: Scope) -> Ask:
         asked = cast("ResponseAsk", ask)
         if self._kept is None:
-            if asked.previous_id is not None:
-                raise InvalidRequestError(NEEDS_STORE, parameter="previous_response_id")
-            return replace(asked, is_kept=False)
+            return _unkept(asked)
         if asked.previous_id is None:
             return asked
         record = await self._kept.load(scope, asked.previous_id)
