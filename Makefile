@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
-.PHONY: serve chat demo test quick plain-test torchvision-test triton-test triton-families gpu simulated real-test clients-test versions lint wheel clean
+.PHONY: serve chat demo test slow plain-test torchvision-test triton-test triton-families gpu simulated real-test clients-test versions lint wheel clean
 
 # The demo model in a browser, on a terminal, and on eight images at once.
 serve: $(STAMP)
@@ -31,11 +31,12 @@ demo: $(STAMP)
 
 test: $(STAMP) $(IMAGES)
 	@command -v chromedriver >/dev/null || echo "NO CHROMIUM: THE STATUS PAGE IS NOT TESTED" >&2
-	$(PYTEST)
-	$(MAKE) torchvision-test triton-test
-
-quick: $(STAMP)
 	$(PYTEST) -m "not slow"
+
+# What `make test` leaves out: the wide grids, torchvision, and kernels for GPUs.
+slow: $(STAMP) $(IMAGES)
+	$(PYTEST) -m slow
+	$(MAKE) torchvision-test triton-test
 
 # Parity and laws once more, as where no compiler was.
 plain-test: $(STAMP)
