@@ -353,7 +353,8 @@ class EngineCore:
         names = tuple(s.request_id for s in plan.sequences)
         self._instruments.record(StageSpan("step", start, end, names, f"{plan.num_tokens} tokens"))
         if result.processed is not None:
-            names = tuple(s.request_id for s in plan.sequences if s.sampling.processors)
+            own = (s for s in plan.sequences if s.sampling is not None and s.sampling.processors)
+            names = tuple(s.request_id for s in own)
             self._instruments.record(StageSpan(PROCESSORS, *result.processed, names))
         self.tracker.deliver(plan, result)
 

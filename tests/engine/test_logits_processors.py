@@ -124,6 +124,19 @@ async def test_one_bad_one_among_eight_requests(engine: AsyncEngine) -> None:
     assert engine.statistics().rejected == len(FAULTS)
 
 
+async def test_embeddings_share_their_steps(engine: AsyncEngine) -> None:
+    """What is pooled samples nothing, and has no processors to look for."""
+    params = greedy(40, logits_processors=[same])
+    alone = await engine.generate(PROMPTS[0], params)
+    spans, pooled = Spans(engine), Spans(engine, PROCESSORS)
+    async with engine.stream(PROMPTS[0], params, request_id="text") as stream:
+        await spans.wait_for("text", 3)
+        await engine.embed(PROMPTS[1], pooling="mean", request_id="vector")
+        assert (await stream.result()).token_ids == alone.token_ids
+    assert any("text" in span.requests for span in spans.of("vector"))
+    assert pooled.of("text") and not pooled.of("vector")
+
+
 async def test_what_a_processor_is_given(engine: AsyncEngine) -> None:
     seen: list[tuple[int, ...]] = []
     threads = set()
