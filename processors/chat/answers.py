@@ -77,25 +77,24 @@ class AnswerText:
         None, all is left out.
         """
         self.kind = kind
+        held: list[str] = []  # blanks that may stand before an end: each seen once
         while True:
             if strips:
                 self._skip_blanks()
             place, end = self._find(ends)
-            if end:
-                whole = self._text[self._at : place]
-                text = whole.rstrip(BLANKS)
-                self.blanks = whole[len(text) :]
-                self._at = place + len(end)
-            else:
-                text = self._certain(ends)
-                if ends and not self.is_over:
-                    text = text.rstrip(BLANKS)
-                self._at += len(text)
+            whole = self._text[self._at : place] if end else self._certain(ends)
+            self._at += len(whole) + len(end)
+            is_last = self.is_over and not end
+            text = whole.rstrip(BLANKS) if ends and not is_last else whole
+            blanks = whole[len(text) :]
+            if text or is_last:
+                text, held = "".join([*held, text]), []
+            held += [blanks] if blanks else []
             if text and kind is not None:
                 strips = False
                 yield Piece(kind, text, call)
             if end:
-                self.kind = None
+                self.blanks, self.kind = "".join(held), None
                 return end
             if self.is_over:
                 return None
@@ -123,8 +122,10 @@ class AnswerText:
 
     def peek(self, *words: str) -> Reading:
         """Read over blanks; return the word that comes next, None for another text."""
+        num_blanks = 0  # seen already
         while True:
-            rest = self._text[self._at :].lstrip(BLANKS)
+            rest = self._text[self._at + num_blanks :].lstrip(BLANKS)
+            num_blanks = len(self._text) - self._at - len(rest)
             found = next((word for word in words if rest.startswith(word)), None)
             if found is not None or self.is_over:
                 return found

@@ -245,7 +245,10 @@ def _between_bars(text: AnswerText, tools: Tools) -> Reading:
         while (yield from text.until(None, marks["call"], marks["ends"])) == marks["call"]:
             head = yield from text.text_until(marks["next"])
             name = "" if head is None else head[0].strip()
-            if head is not None and name == "function" and name not in tools:
+            is_older = name == "function"
+            if is_older and name in tools:
+                is_older = (yield from text.peek("{")) is None
+            if head is not None and is_older:
                 head = yield from text.text_until("\n")
                 name = "" if head is None else head[0].strip()
                 yield from text.take("```json")

@@ -339,3 +339,29 @@ def test_what_is_thought_is_known_as_it_comes() -> None:
                 has_begun = number in (2, 3) or (number == 1 and place == len(begin))
                 assert parser.is_thinking is (has_begun and not is_over), (name, part[:place])
         assert thought
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blanks_are_looked_at_once_however_many_come(name: str) -> None:
+    """A model may write nothing else for long: what is held back is no part of what is searched."""
+    parser = AnswerParser(FORMATS[name].parse, "", [WEATHER])
+    before = "<|channel|>final<|message|>a" if name == "harmony" else "a"
+    pieces = parser.feed(before)
+    for _ in range(1000):
+        pieces += parser.feed(" \n")
+    assert len(parser._text._text) < 100
+    pieces += parser.feed("b") + parser.finish()
+    assert "".join(piece.text for piece in pieces) == "a" + " \n" * 1000 + "b"
+
+
+@pytest.mark.parametrize("called", ["function", "weather"])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_tool_may_be_called_function(called: str, size: int) -> None:
+    """An older form of calls has this word in each."""
+    tools = [WEATHER, {"type": "function", "function": {"name": "function"}}]
+    older = f"{D['b']}function{D['s']}{called}\n```json\n{JSON}\n```{D['e']}"
+    newer = f"{D['b']}{called}{D['s']}{JSON}{D['e']}"
+    for call in (older, newer):
+        text = DS[0] + call + DS[1]
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read("deepseek", "", parts, tools)["calls"] == [[called, JSON]]
