@@ -360,6 +360,9 @@ class EngineCore:
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    token_ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+        raise InvalidRequestError("tokens must be a list of token ids", parameter="tokens")
     for index, token_id in enumerate(token_ids):
         if not is_int(token_id) or not 0 <= token_id <= MAX_TOKEN_ID:
             name = f"tokens[{index}]"

@@ -25,6 +25,8 @@ PLAIN = frozenset(
 """Keys of a schema that only names its properties."""
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value, whatever a schema asks for."""
+LINES = r"/\n{0,4}/"
+"""Between what is thought and a call: a model that likes blank lines has to come to its call."""
 DEFINITIONS = ("$defs", "definitions")
 OF_OBJECT = {"type", "properties", "required", "additionalProperties", "$schema", "$id", "title",
              "description", "default", "examples", "$comment", *DEFINITIONS}  # fmt: skip
@@ -90,10 +92,10 @@ def write_grammar(
         names = " | ".join(f"call{place}" for place in wanted)
         lines = [start + writer.literal(form.last), f"call: {names}", *rules]
         if thought in special:
-            lines.append(f"thought: /(?s:.*)/ <[{special[thought]}]> /\\n*/")
+            lines.append(f"thought: /(?s:.*)/ <[{special[thought]}]> {LINES}")
         elif thought:
             ending = re.escape(thought).replace("/", "\\/")
-            lines += ["thought: thoughts /\\n*/", f"thoughts[lazy]: /(?s:.*){ending}/"]
+            lines += [f"thought: thoughts {LINES}", f"thoughts[lazy]: /(?s:.*){ending}/"]
         return "\n".join(lines) + "\n"
 
     names = {place: tool["function"]["name"] for place, tool in tools.items()}
@@ -131,8 +133,11 @@ class _Writer:
         name, schema = function["name"], function.get("parameters") or {}
         before = self.literal(self._form.before.replace("NAME", name))
         yield f"call{place}: {before} arguments{place} {self.literal(self._form.after)}"
+        kinds = schema.get("type", "object")
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise _refusal(place, name, "must be of an object, as arguments are")
         if self._form.argument is None:
-            whole = {"type": "object", **_closed(schema), "x-guidance": STYLE}
+            whole = {**_closed(schema), "type": "object", "x-guidance": STYLE}
             yield f"arguments{place}: %json {json.dumps(whole)}"
             return
         try:
@@ -145,9 +150,8 @@ class _Writer:
     def _arguments(
         self, place: int, schema: Mapping[str, Any], marks: tuple[str, str]
     ) -> Iterator[str]:
-        unknown = schema.keys() - OF_OBJECT
-        if unknown or schema.get("type", "object") != "object":
-            raise NotWritableError(f"it has {', '.join(sorted(unknown)) or 'another type'}")
+        if unknown := schema.keys() - OF_OBJECT:
+            raise NotWritableError(f"it has {', '.join(sorted(unknown))}")
         required = schema.get("required", ())
         known = schema.get("properties") or {}
         others = {key: schema.get("additionalProperties", True) for key in required}

@@ -38,10 +38,12 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"has more than {MAX_TOOLS} entries", len(tools))
     read = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    names = [tool["function"]["name"] for tool in read]
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    names: set[str] = set()
+    for index, tool in enumerate(read):
+        name = tool["function"]["name"]
+        if name in names:
             raise invalid(f"tools[{index}]", f"has the name {name} of another tool")
+        names.add(name)
     return read
 
 

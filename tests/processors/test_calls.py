@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, hf
 from transformers import AddedToken
 
+from aioengine.errors import InvalidRequestError
 from aioengine.processors.chat.answers import AnswerParser
 from aioengine.processors.chat.calls import CallForm, write_grammar
 from aioengine.processors.chat.formats import FORMATS, AnswerFormat, find_format
@@ -209,3 +210,37 @@ def test_schemas_that_are_none_are_left_to_the_compiler(required: Any) -> None:
     assert (
         "additionalProperties" not in write_grammar(form, {0: tool}, is_one=True, special={}).text
     )
+
+
+@pytest.mark.parametrize("kind", ["llama3", "hermes", "hermes tags"])
+def test_arguments_are_an_object(kind: str) -> None:
+    """Whatever else a schema says: another value could not be read as arguments."""
+    _, form = form_of(kind)
+    names = {"city": {"type": "string"}}
+    for wanted in ("array", "string", ["array", "null"], 7, None):
+        function = {"name": "weather", "parameters": {"type": wanted, "properties": names}}
+        with pytest.raises(InvalidRequestError, match=r"of weather must be of an object") as caught:
+            write_grammar(form, {2: {"function": function}}, is_one=True, special={})
+        assert caught.value.parameter == "tools[2].function.parameters"
+    function = {"name": "weather", "parameters": {"type": ["null", "object"], "properties": names}}
+    written = write_grammar(form, {0: {"function": function}}, is_one=True, special={})
+    vocabulary = hf.from_tokenizer(tiny_tokenizer(), n_vocab=len(tiny_tokenizer()), eos_token=[2])
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(written.text))
+    call = form.write("weather", {"city": "Paris"})
+    before = form.before.replace("NAME", "weather")
+    for text, is_allowed in ((call, True), (f"{before}null", False)):
+        token_ids = tiny_tokenizer().encode(text, add_special_tokens=False)
+        assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_allowed
+
+
+def test_a_thought_is_followed_by_a_call() -> None:
+    """A model that likes blank lines would else write nothing but these."""
+    tokenizer = tiny_tokenizer()
+    vocabulary = hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[2])
+    _, form = form_of("hermes")
+    written = write_grammar(form, {0: WEATHER}, is_one=True, thought="</think>", special={})
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(written.text))
+    for lines, is_allowed in ((0, True), (2, True), (4, True), (5, False)):
+        text = f"hm</think>{chr(10) * lines}{form.before[:5]}"
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_allowed, lines
