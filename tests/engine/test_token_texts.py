@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from aioengine.engine.detokenizer import TokenTexts
+from aioengine.errors import InvalidRequestError
 from tests.processors.conftest import make_tokenizer
+from tests.support.engines import running_engine
+from tests.support.tiny import tiny_llama, tiny_tokenizer
 
 
 def byte_fallback() -> Any:
@@ -61,3 +66,19 @@ def test_special_and_unknown_ids() -> None:
     texts = TokenTexts(tokenizer)
     assert texts.text(tokenizer.eos_token_id) == "</s>"
     assert texts.text(len(tokenizer) + 5) == ""  # a model's vocabulary may be larger
+
+
+async def test_an_engine_tells_the_text_of_token_ids(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    async with running_engine(tmp_path) as engine:
+        token_ids = tokenizer.encode("the dog", add_special_tokens=False)
+        for given in (token_ids, tuple(token_ids), np.array(token_ids)):
+            assert await engine.detokenize(given) == "the dog"
+        for wrong in (None, 5, "ab", {5: 6}):
+            with pytest.raises(InvalidRequestError, match="a list of token ids") as caught:
+                await engine.detokenize(wrong)  # type: ignore[arg-type]
+            assert caught.value.parameter == "tokens"
+        with pytest.raises(InvalidRequestError, match=r"tokens\[1\] must be a token id"):
+            await engine.detokenize([5, -1])
