@@ -32,6 +32,7 @@ from aioengine.engine.prompts import (
     encode_pairs,
     fillings,
     list_media,
+    with_schemas,
 )
 from aioengine.engine.request_state import CompletionState, RequestState
 from aioengine.errors import InvalidRequestError, PromptTooLongError
@@ -191,6 +192,7 @@ class InputProcessor:
             raise _too_long(num_tokens, most)
 
     def _render(self, prompt: Prompt) -> ChatPrompt:
+        prompt = with_schemas(prompt)
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
             self._renderer = ChatRenderer(self._loaded.layout_processor)

@@ -13,7 +13,7 @@ from aioengine.core.request import Item
 from aioengine.errors import InvalidRequestError, UnsupportedModalityError, is_real, refuse_names
 from aioengine.media_pipeline.items import MediaInput
 from aioengine.processors.chat.parts import ChatMedia
-from aioengine.processors.chat.tools import read_choice, read_tools
+from aioengine.processors.chat.tools import list_tools, read_choice, read_tools
 from aioengine.processors.mm_kwargs import copy_options
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
@@ -81,8 +81,7 @@ def read_prompt(
 ) -> Prompt:
     """Any accepted form of a prompt as a `Prompt`, with `media` added to its own, each a list.
 
-    `chat`: its fields beside messages, as a call's arguments; tools become schemas. Raises
-    InvalidRequestError.
+    `chat`: its fields beside messages, as a call's arguments. Raises InvalidRequestError.
     """
     read = _read_chat(_as_prompt(prompt), chat or {})
     _check_fields(read)
@@ -119,6 +118,16 @@ def _read_chat(prompt: Prompt, given: Mapping[str, Any]) -> Prompt:
         name = next(name for name in CHAT if getattr(prompt, name))
         message = f"{name} are for chat messages; give messages, not text or token ids"
         raise InvalidRequestError(message, parameter=name)
+    return replace(prompt, tools=list_tools(prompt.tools))
+
+
+def with_schemas(prompt: Prompt) -> Prompt:
+    """The prompt with its tools as schemas, and its choice among them. Raises InvalidRequestError.
+
+    Not for the event loop: a thousand schemas take 100 ms.
+    """
+    if not (prompt.tools or prompt.tool_choice):
+        return prompt
     tools = read_tools(prompt.tools)
     choice = read_choice(prompt.tool_choice, tools)
     if choice not in ("auto", "none"):

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from aioengine.errors import InvalidRequestError, shown
 from aioengine.processors.chat.parts import invalid, part_text, wrong
 
-__all__ = ["CHOICES", "read_calls", "read_choice", "read_name", "read_tools"]
+__all__ = ["CHOICES", "list_tools", "read_calls", "read_choice", "read_name", "read_tools"]
 
 CHOICES = ("auto", "none", "required")
 """Names of what a model may do with its tools, beside calling a certain one."""
@@ -28,16 +28,21 @@ NAME = re.compile(r"[\w.:/-]{1,256}")
 """Of tools and of calls: no such text spells a special token."""
 
 
+def list_tools(tools: Any) -> list[Any]:
+    """List tools, whatever each is. Raises InvalidRequestError for what is no list, or too long."""
+    if isinstance(tools, Mapping | str) or not isinstance(tools, Sequence):
+        raise wrong("tools", "a list of functions or schemas", tools)
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"has more than {MAX_TOOLS} entries", len(tools))
+    return list(tools)
+
+
 def read_tools(tools: Any) -> list[dict[str, Any]]:
     """Read tools, functions or schemas, into schemas in OpenAI's form.
 
     Raises InvalidRequestError with the exact place as parameter (`tools[0].function.name`).
     """
-    if isinstance(tools, Mapping | str) or not isinstance(tools, Sequence):
-        raise wrong("tools", "a list of functions or schemas", tools)
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"has more than {MAX_TOOLS} entries", len(tools))
-    read = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    read = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_tools(tools))]
     names: set[str] = set()
     for index, tool in enumerate(read):
         name = tool["function"]["name"]
