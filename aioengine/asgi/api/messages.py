@@ -66,6 +66,8 @@ def read_counted(body: Mapping[str, Any]) -> Ask:
     }
     if "stop_sequences" in given:
         fields["stop"] = given["stop_sequences"]
+    if (budget := thinking.get("budget_tokens")) is not None:
+        fields["thinking_budget"] = budget
     if schema is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     try:

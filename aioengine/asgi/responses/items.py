@@ -134,7 +134,7 @@ class Conversation:
 
     def _add_output(self, item: Mapping[str, Any], path: str) -> None:
         call_id = item.get("call_id")
-        if call_id not in self._call_ids:
+        if not isinstance(call_id, str) or call_id not in self._call_ids:
             raise wrong(f"{path}.call_id", "the call_id of an earlier function_call")
         message = {"role": "tool", "tool_call_id": call_id, "content": ""}
         own = self._add(message, path)

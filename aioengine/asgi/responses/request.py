@@ -221,9 +221,10 @@ def _read_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[st
     if choice.get("mode") not in ("auto", "required"):
         raise wrong("tool_choice.mode", "auto or required")
     listed = choice.get("tools")
-    names = [each.get("name") for each in listed or [] if isinstance(each, dict)]
+    given = listed if isinstance(listed, list) else []
+    names = [each.get("name") for each in given if isinstance(each, dict)]
     allowed = [tool for tool in tools if tool["function"].get("name") in names]
-    if not isinstance(listed, list) or not allowed:
+    if not allowed:
         raise wrong("tool_choice.tools", "some of tools")
     return allowed, choice["mode"]
 
