@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from starlette.routing import Mount
 
 from aioengine import AsyncEngine
 from aioengine.asgi import openai_app
-from aioengine.asgi.api import batches
+from aioengine.asgi.api import batches, files
+from aioengine.asgi.error_responses import ApiError
 from tests.asgi.serving import image_part, openai_client, serving
 from tests.support.engines import greedy, settled
 
@@ -216,9 +218,73 @@ async def test_answers_without_room_are_said_to_be_lost(
     data = lines([chat("a", max_tokens=1)])
     padding = b" " * (MAX_BYTES - len(data) - 50)
     batch = await ended(client, await begun(client, data + padding))
-    assert batch.status == "completed" and batch.output_file_id is None
+    assert batch.status == "failed" and batch.output_file_id is None
     assert batch.errors is not None and batch.errors.data
     assert batch.errors.data[0].code == "no_room"
+
+
+async def test_files_without_bytes_are_bounded_too(
+    monkeypatch: pytest.MonkeyPatch, client: AsyncOpenAI
+) -> None:
+    monkeypatch.setattr(files, "MAX_FILES", 2)
+    kept = [await client.files.create(file=("a", b""), purpose="batch") for _ in range(2)]
+    with pytest.raises(openai.APIStatusError) as many:
+        await client.files.create(file=("a", b""), purpose="batch")
+    assert many.value.status_code == 413 and "delete some" in many.value.message
+    await client.files.delete(kept[0].id)
+    await client.files.create(file=("a", b""), purpose="batch")
+
+
+async def test_a_deleted_file_counts_until_its_batch_has_ended(client: AsyncOpenAI) -> None:
+    padding = b" " * (MAX_BYTES // 2)
+    data = lines([chat("a", max_tokens=400, ignore_eos=True)]) + padding
+    batch = await begun(client, data)
+    await client.files.delete(batch.input_file_id)
+    with pytest.raises(openai.APIStatusError) as large:
+        await client.files.create(file=("a", data), purpose="batch")
+    assert large.value.status_code == 413
+    await client.batches.cancel(batch.id)
+    assert (await ended(client, batch)).status == "cancelled"
+    await client.files.create(file=("a", data), purpose="batch")
+
+
+async def test_answers_count_as_they_come_and_once() -> None:
+    store = files.FileStore(100)
+    store.reserve(60)
+    with pytest.raises(ApiError):
+        store.reserve(41)
+    held = files.StoredFile(owner="", name="a", purpose="batch", data=b"x" * 40)
+    store.add(held)
+    with store.reading(held) as data, store.reading(held):
+        assert data == held.data and store.num_bytes == 100
+        store.remove("", held.id)
+        assert store.num_bytes == 100
+    assert store.num_bytes == 60
+    store.reserve(-60)
+    assert store.num_bytes == 0
+
+
+async def test_deleting_the_answers_lets_go_of_them(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, client: AsyncOpenAI
+) -> None:
+    stores: list[files.FileStore] = []
+    add = files.FileStore.add
+    monkeypatch.setattr(
+        files.FileStore, "add", lambda own, file: (stores.append(own), add(own, file))[1]
+    )
+    batch = await ended(client, await begun(client, lines([chat("a", max_tokens=1)])))
+    for name in (batch.input_file_id, batch.output_file_id or ""):
+        assert stores[0].num_bytes > 0
+        await client.files.delete(name)
+    assert stores[0].num_bytes == 0
+    counts = (await client.batches.retrieve(batch.id)).request_counts
+    assert counts is not None and counts.completed == 1
+    gc.collect()
+    assert not [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, batches.Batch) and each.id == batch.id and each.answers
+    ]
 
 
 async def test_batches_are_few(monkeypatch: pytest.MonkeyPatch, client: AsyncOpenAI) -> None:

@@ -46,7 +46,8 @@ Kinds = Mapping[str, tuple[Callable[[Mapping[str, Any]], Ask], type[Answer]]]
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """A batch, and its answers so far. `times`: status -> when it came to that."""
+    """A batch. `answers`, `failures`: lines of the files that it ends with, until it does; `times`:
+    status -> when it came to that."""
 
     scope: Scope
     owner: str
@@ -58,6 +59,8 @@ class Batch:
     times: dict[str, int] = field(default_factory=lambda: {"created": int(time.time())})
     errors: list[dict[str, Any]] = field(default_factory=list)
     total: int = 0
+    num_answers: int = 0
+    num_failures: int = 0
     answers: list[bytes] = field(default_factory=list)
     failures: list[bytes] = field(default_factory=list)
     output: str | None = None
@@ -72,7 +75,7 @@ class Batch:
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's object of it."""
         times = {f"{name}_at": when for name, when in self.times.items() if name != "validating"}
-        counts = {"completed": len(self.answers), "failed": len(self.failures)}
+        counts = {"completed": self.num_answers, "failed": self.num_failures}
         return {
             "id": self.id,
             "object": "batch",
@@ -115,7 +118,7 @@ class Batches:
         self._make_room()
         batch = Batch(scope=scope, owner=owner, endpoint=endpoint, file=name, metadata=metadata)
         self._batches[batch.id] = batch
-        batch.task = asyncio.create_task(self._run(batch, file.data))
+        batch.task = asyncio.create_task(self._run(batch, file))
         await asyncio.sleep(0)  # it has to have begun, to end well where it is cancelled
         await JSONResponse(batch.to_dict())(scope, receive, send)
 
@@ -155,18 +158,11 @@ class Batches:
 
     # ---- one batch
 
-    async def _run(self, batch: Batch, data: bytes) -> None:
+    async def _run(self, batch: Batch, file: StoredFile) -> None:
         ends = "failed"
         try:
-            lines, batch.errors = await run_apart(_check_lines, data, batch.endpoint)
-            if not batch.errors:
-                batch.total = len(lines)
-                batch.become("in_progress")
-                todo = (data[line] for line in lines)
-                count = min(len(lines), max(1, self._service.engine.config.max_num_seqs // 2))
-                await run_together(self._answer_lines(batch, todo) for _ in range(count))
-                batch.become("finalizing")
-                ends = "completed"
+            with self._store.reading(file) as data:
+                ends = await self._answer_all(batch, data)
         except asyncio.CancelledError:
             ends = "cancelled"
         except Exception as error:
@@ -175,6 +171,19 @@ class Batches:
             batch.errors = [_error(found.code or "error", found.message)]
         self._keep(batch)
         batch.become(ends)
+
+    async def _answer_all(self, batch: Batch, data: bytes) -> str:
+        """Answer all lines of a file; returns the status to end with. Raises what ends it early."""
+        lines, batch.errors = await run_apart(_check_lines, data, batch.endpoint)
+        if batch.errors:
+            return "failed"
+        batch.total = len(lines)
+        batch.become("in_progress")
+        todo = (data[line] for line in lines)
+        count = min(len(lines), max(1, self._service.engine.config.max_num_seqs // 2))
+        await run_together(self._answer_lines(batch, todo) for _ in range(count))
+        batch.become("finalizing")
+        return "completed"
 
     async def _answer_lines(self, batch: Batch, todo: Iterator[bytes]) -> None:
         for line in todo:
@@ -187,8 +196,22 @@ class Batches:
                 "response": response,
                 "error": None,
             }
-            text = await run_apart(json.dumps, answer)
-            (batch.answers if ended_well else batch.failures).append(text.encode())
+            text = await run_apart(_written, answer)
+            self._reserve(text)
+            if ended_well:
+                batch.num_answers += 1
+                batch.answers.append(text)
+            else:
+                batch.num_failures += 1
+                batch.failures.append(text)
+
+    def _reserve(self, line: bytes) -> None:
+        """Count a line of a file that is to be. Raises ApiError where there is no room for it."""
+        try:
+            self._store.reserve(len(line))
+        except ApiError as error:
+            error.code = "no_room"
+            raise
 
     async def _answer(self, batch: Batch, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The answer to one request, and whether it is one. Raises EngineError."""
@@ -228,7 +251,9 @@ class Batches:
         for name, lines in (("output", batch.answers), ("failed", batch.failures)):
             if not lines:
                 continue
-            data = b"\n".join([*lines, b""])
+            data = b"".join(lines)
+            self._store.reserve(-len(data))
+            lines.clear()
             purpose, name_ = "batch_output", f"{batch.id}_{name}.jsonl"
             file = StoredFile(owner=batch.owner, name=name_, purpose=purpose, data=data)
             try:
@@ -237,6 +262,11 @@ class Batches:
                 batch.errors.append(_error("no_room", error.message))
             else:
                 setattr(batch, name, file.id)
+
+
+def _written(answer: Mapping[str, Any]) -> bytes:
+    """A line of a file; in Python, which lets go of the GIL: log probabilities take long."""
+    return "".join([*json.JSONEncoder().iterencode(answer), "\n"]).encode()
 
 
 def _check_lines(data: bytes, endpoint: str) -> tuple[list[slice], list[dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -21,6 +22,8 @@ from aioengine.errors import InvalidRequestError, shown
 
 __all__ = ["FileStore", "Files", "StoredFile"]
 
+MAX_FILES = 1024
+"""Of all owners together: a file without bytes takes room too."""
 MAX_NAME_CHARACTERS = 256
 MAX_FIELD_BYTES = 1 << 12
 
@@ -50,23 +53,52 @@ class StoredFile:
 
 
 class FileStore:
-    """Files of `max_bytes` together at most, each its owner's."""
+    """Files of `max_bytes` together at most, each its owner's.
+
+    What a batch reads counts until it is read, also where the file is deleted before; and what it
+    writes counts before it is a file.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._files: dict[str, StoredFile] = {}
+        self._read: list[StoredFile] = []
+        """Files that batches read, each once a batch."""
+        self._num_reserved = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(len(each.data) for each in self._files.values())
+        """Bytes of all files, and of those that are to be."""
+        held = {each.id: len(each.data) for each in (*self._files.values(), *self._read)}
+        return sum(held.values()) + self._num_reserved
 
     def add(self, file: StoredFile) -> None:
         """Keep a file. Raises ApiError where there is no room for it."""
-        if self.num_bytes + len(file.data) > self._max_bytes:
+        if len(self._files) >= MAX_FILES:
+            message = f"there may be {MAX_FILES} files; delete some"
+            raise ApiError(413, message, parameter="file", code="request_too_large")
+        self._check_room(len(file.data))
+        self._files[file.id] = file
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count bytes of a file that is to be; less than none to let go of them. Raises as `add`
+        does."""
+        self._check_room(num_bytes)
+        self._num_reserved += num_bytes
+
+    @contextmanager
+    def reading(self, file: StoredFile) -> Iterator[bytes]:
+        """The bytes of a file, which count as long as they are read."""
+        self._read.append(file)
+        try:
+            yield file.data
+        finally:
+            self._read.remove(file)
+
+    def _check_room(self, num_bytes: int) -> None:
+        if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
             message = f"all files may have {self._max_bytes} bytes together; delete some"
             raise ApiError(413, message, parameter="file", code="request_too_large")
-        self._files[file.id] = file
 
     def get(self, owner: str, name: str) -> StoredFile:
         """A file of this owner. Raises ApiError where there is none."""
