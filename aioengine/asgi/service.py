@@ -104,4 +104,5 @@ class Service:
 
     def salted(self, scope: Scope, prompt: Prompt) -> Prompt:
         """The prompt with the cache salt of whoever asks."""
-        return replace(prompt, cache_salt=self.keys.salt(scope, prompt.cache_salt))
+        salt = self.keys.salt(scope, prompt.cache_salt)
+        return prompt if salt == prompt.cache_salt else replace(prompt, cache_salt=salt)

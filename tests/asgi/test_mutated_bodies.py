@@ -180,3 +180,39 @@ def test_a_wrong_value_at_any_place_is_refused_or_read(
             num_refused += 1
             assert error.parameter
     assert num_refused
+
+
+def test_as_many_prompts_as_the_tables_say() -> None:
+    many = ["a"] * 2048
+    assert len(read_embeddings({"input": many}).prompts) == 2048
+    assert len(read_score({"text_1": "a", "text_2": many}).prompts) == 2049
+    assert len(read_rerank({"query": "a", "documents": many}).prompts) == 2049
+    with pytest.raises(InvalidRequestError) as caught:
+        read_completion({"prompt": ["a"] * 128, "n": 9})
+    assert caught.value.parameter == "n"
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "parameter"),
+    [
+        (read_tokenize, {"messages": CONVERSATION, "tools": False}, "tools"),
+        (read_messages, {**MESSAGES, "output_config": FORMAT}, "thinking.budget_tokens"),
+    ],
+)
+def test_the_words_are_the_clients(
+    read: Callable[[Mapping[str, Any]], Any], body: dict[str, Any], parameter: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(body)
+    assert caught.value.parameter == parameter
+
+
+def test_an_error_of_a_prompt_names_a_field_that_is_there() -> None:
+    for read, body, parameter in (
+        (read_embeddings, {"input": "a"}, "input"),
+        (read_embeddings, {"messages": CONVERSATION}, "messages"),
+        (read_score, {"text_1": "a", "text_2": "b"}, "text_1"),
+        (read_rerank, {"query": "a", "documents": ["b"]}, "query"),
+    ):
+        error = read(body).in_its_words(InvalidRequestError("prompt", parameter="prompt"))
+        assert isinstance(error, InvalidRequestError) and error.parameter == parameter

@@ -12,11 +12,21 @@ from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
 
-__all__ = ["Ask", "flag", "in_words", "make_ask", "prompt_options", "read_structure", "wrong"]
+__all__ = [
+    "Ask",
+    "flag",
+    "in_words",
+    "make_ask",
+    "prompt_options",
+    "read_metadata",
+    "read_structure",
+    "wrong",
+]
 
 MAX_COMPLETIONS = 1024
 """Of all prompts of a request."""
 MAX_SALT_CHARACTERS = 1024
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 """Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
 STRUCTURES = tuple(StructuredOutputs.__dataclass_fields__)
@@ -71,7 +81,7 @@ def make_ask(
         )
     except InvalidRequestError as error:
         raise in_words(error, used) from error
-    if len(prompts) * params.n > MAX_COMPLETIONS:
+    if params.n > 1 and len(prompts) * params.n > MAX_COMPLETIONS:
         raise wrong("n", f"so small that all prompts together have {MAX_COMPLETIONS} completions")
     return Ask(
         prompts=prompts,
@@ -90,6 +100,19 @@ def prompt_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARACTERS:
         raise wrong("cache_salt", f"text of {MAX_SALT_CHARACTERS} characters at most")
     return {name: given[name] for name in ("cache_salt", "mm_processor_kwargs") if name in given}
+
+
+def read_metadata(given: Any) -> dict[str, str]:
+    """Texts of a client's own that are given back. Raises InvalidRequestError."""
+    if (
+        not isinstance(given, dict)
+        or len(given) > MAX_METADATA
+        or not all(len(key) <= MAX_KEY for key in given)
+        or not all(isinstance(value, str) and len(value) <= MAX_VALUE for value in given.values())
+    ):
+        rule = f"an object of {MAX_METADATA} texts at most, of {MAX_VALUE} characters at most"
+        raise wrong("metadata", f"{rule}, under names of {MAX_KEY} at most")
+    return given
 
 
 def read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from aioengine.asgi.api.asks import Ask, flag, make_ask, prompt_options, wrong
@@ -12,10 +13,16 @@ from aioengine.asgi.api.chat import check_conversation, template_options
 from aioengine.asgi.api.completions import read_prompts
 from aioengine.asgi.api.fields import EMBEDDINGS, RERANK, SCORE, known
 from aioengine.asgi.client_task import LongEvent
+from aioengine.asgi.json_body import LONG
 from aioengine.asgi.service import Service
 from aioengine.errors import is_int
+from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
 from aioengine.types import EmbeddingOutput, Prompt, ScoreOutput
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["embed", "read_embeddings", "read_rerank", "read_score", "rerank", "score"]
 
@@ -23,7 +30,6 @@ MAX_INPUTS = 2048
 MANY = 4096
 """Numbers whose JSON is not written on the loop."""
 FORMATS = ("float", "base64")
-ALIASES = {"prompt": "input", "documents": "text_2", "query": "text_1"}
 
 
 def read_embeddings(body: Mapping[str, Any]) -> Ask:
@@ -47,7 +53,7 @@ def read_embeddings(body: Mapping[str, Any]) -> Ask:
             Prompt(**{**options, "text" if isinstance(each, str) else "token_ids": each})
             for each in read_prompts(given["input"], "input", MAX_INPUTS)
         ]
-    used = {name: alias for name, alias in ALIASES.items() if alias in given}
+    used = {"prompt": "messages" if "messages" in given else "input"}
     return make_ask(given, tuple(prompts), None, used)
 
 
@@ -57,7 +63,8 @@ def read_score(body: Mapping[str, Any]) -> Ask:
     query = _text(given.get("text_1"), "text_1")
     texts = given.get("text_2")
     listed = [texts] if isinstance(texts, str) else texts
-    return _scored(given, query, _texts(listed, "text_2"))
+    names = {"prompt": "text_1", "query": "text_1", "documents": "text_2"}
+    return _scored(given, query, _texts(listed, "text_2"), names)
 
 
 def read_rerank(body: Mapping[str, Any]) -> Ask:
@@ -71,14 +78,15 @@ def read_rerank(body: Mapping[str, Any]) -> Ask:
     documents = given.get("documents")
     if isinstance(documents, list):
         documents = [each.get("text") if isinstance(each, dict) else each for each in documents]
-    return _scored(given, query, _texts(documents, "documents"))
+    return _scored(given, query, _texts(documents, "documents"), {"prompt": "query"})
 
 
-def _scored(given: dict[str, Any], query: str, documents: Sequence[str]) -> Ask:
+def _scored(
+    given: dict[str, Any], query: str, documents: Sequence[str], aliases: Mapping[str, str]
+) -> Ask:
     """The prompts are the query and the documents."""
     options = prompt_options(given)
     prompts = tuple(Prompt(text=text, **options) for text in (query, *documents))
-    aliases = {name: alias for name, alias in ALIASES.items() if alias in given}
     return make_ask(given, prompts, None, aliases)
 
 
@@ -99,24 +107,44 @@ async def embed(service: Service, ask: Ask) -> dict[str, Any]:
     engine, given = service.engine, ask.fields
     options = {name: given[name] for name in ("pooling", "normalize") if name in given}
     engine.check_room(len(ask.prompts))
-    outputs = await run_together(engine.embed_output(each, **options) for each in ask.prompts)
+    turn = asyncio.Lock()
+
+    async def embedded(prompt: Prompt) -> EmbeddingOutput:
+        async with turn:
+            await asyncio.sleep(0)  # thousands that begin at once would hold the loop
+        return await engine.embed_output(prompt, **options)
+
+    outputs = await run_together(map(embedded, ask.prompts))
     size = given.get("dimensions")
     width = len(outputs[0].vector)
     if size is not None and size > width:
         raise wrong("dimensions", f"{width} at most")
     is_short = given.get("encoding_format") == "base64"
+    is_long = len(outputs) * (size or width) > MANY
+    vectors = [output.vector for output in outputs]
+    written = (
+        await run_apart(_written, vectors, size, is_short)
+        if is_long
+        else (_written(vectors, size, is_short))
+    )
     data = [
-        {"object": "embedding", "index": index, "embedding": _vector(each, size, is_short)}
-        for index, each in enumerate(outputs)
+        {"object": "embedding", "index": index, "embedding": each}
+        for index, each in enumerate(written)
     ]
-    kind = dict if is_short or len(outputs) * (size or width) <= MANY else LongEvent
+    kind = LongEvent if is_long else dict
     usage = _usage(output.usage.prompt_tokens for output in outputs)
     return kind(object="list", data=data, model=ask.model, usage=usage)
 
 
-def _vector(output: EmbeddingOutput, size: int | None, is_short: bool) -> str | list[float]:
+def _written(
+    vectors: Sequence[NDArray[np.float32]], size: int | None, is_short: bool
+) -> list[str | list[float]]:
+    """The vectors as JSON has them."""
+    return [_vector(each, size, is_short) for each in vectors]
+
+
+def _vector(vector: NDArray[np.float32], size: int | None, is_short: bool) -> str | list[float]:
     """The vector, or its beginning, which has the length that the whole has."""
-    vector = output.vector
     if size is not None:
         length = float((vector @ vector) ** 0.5)
         vector = vector[:size]
@@ -152,7 +180,8 @@ async def rerank(service: Service, ask: Ask) -> dict[str, Any]:
         for index, each in ranked[: ask.fields.get("top_n") or None]
     ]
     usage = _usage(usage.prompt_tokens for usage in output.usages)
-    return {"id": f"rerank-{uuid4().hex}", "model": ask.model, "results": results, "usage": usage}
+    kind = LongEvent if sum(len(each.text or "") for each in ask.prompts) > LONG else dict
+    return kind(id=f"rerank-{uuid4().hex}", model=ask.model, results=results, usage=usage)
 
 
 async def _scores(service: Service, ask: Ask) -> ScoreOutput:

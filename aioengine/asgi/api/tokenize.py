@@ -32,9 +32,12 @@ def read_tokenize(body: Mapping[str, Any]) -> Ask:
         template = given.get("chat_template_kwargs", {})
         if not isinstance(template, dict):
             raise wrong("chat_template_kwargs", "an object")
+        tools = given.get("tools", [])
+        if not isinstance(tools, list):
+            raise wrong("tools", "a list of functions")
         prompt = Prompt(
             messages=check_conversation(given["messages"]),
-            tools=given.get("tools", []),
+            tools=tools,
             chat_template_kwargs=template,
             **options,
         )
