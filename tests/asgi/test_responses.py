@@ -444,3 +444,26 @@ async def test_clients_who_leave_at_random(tooled: AsyncEngine) -> None:
         ended = await asyncio.gather(*map(ask, range(40)))
         await settled(tooled)
     assert 0 < sum(ended) <= len(store.records) < 40
+
+
+async def test_half_a_surrogate_pair_is_escaped(tooled: AsyncEngine) -> None:
+    store = Store()
+    app = Starlette(routes=[Mount("/v1", openai_app(tooled, response_store=store))])
+    half, body = "\ud800", {"input": "a", "max_output_tokens": 2, "metadata": {"a": "\ud800"}}
+    async with serving(app) as url, httpx.AsyncClient(base_url=f"{url}/v1") as client:
+        whole = (await client.post("/responses", content=json.dumps(body))).json()
+        assert whole["metadata"] == {"a": half}
+        assert (await client.get(f"/responses/{whole['id']}")).json() == whole
+        stream = await client.post("/responses", content=json.dumps({**body, "stream": True}))
+        events = [json.loads(line[6:]) for line in stream.text.splitlines() if line[:5] == "data:"]
+        assert added_up(events)["metadata"] == {"a": half}
+        data = {"purpose": "batch"}
+        file = await client.post("/files", files={"file": ("a", b"{}")}, data=data)
+        wanted: dict[str, Any] = {"input_file_id": file.json()["id"], "completion_window": "24h"}
+        wanted |= {"endpoint": "/v1/completions", "metadata": {"a": half}}
+        batch = (await client.post("/batches", content=json.dumps(wanted))).json()
+        assert batch["metadata"] == {"a": half}
+        assert (await client.get("/batches")).json()["data"][0]["id"] == batch["id"]
+        wanted["metadata"] = {"a": "b" * 513}
+        refused = await client.post("/batches", content=json.dumps(wanted))
+        assert refused.json()["error"]["param"] == "metadata"

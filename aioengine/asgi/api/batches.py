@@ -7,20 +7,19 @@ files or the engine.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from starlette.responses import JSONResponse
 from starlette.types import Scope, Send
 
 from aioengine.asgi.api.answers import Answer
-from aioengine.asgi.api.asks import Ask, wrong
+from aioengine.asgi.api.asks import Ask, read_metadata, wrong
 from aioengine.asgi.api.fields import BATCHES, known
 from aioengine.asgi.api.files import FileStore, StoredFile
+from aioengine.asgi.client_task import JsonAnswer, long_json
 from aioengine.asgi.error_responses import ApiError, api_error, forget_frames
 from aioengine.asgi.json_body import LONG, BoundedBody, parse_object, read_object
 from aioengine.asgi.service import Service
@@ -104,15 +103,14 @@ class Batches:
     async def create(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """Begin a batch."""
         given = await read_object(receive, lambda body: known(body, BATCHES))
-        endpoint, name, metadata = map(given.get, ("endpoint", "input_file_id", "metadata"))
+        endpoint, name = given.get("endpoint"), given.get("input_file_id")
+        metadata = read_metadata(given["metadata"]) if "metadata" in given else None
         if not isinstance(endpoint, str) or endpoint not in self._kinds:
             raise wrong("endpoint", f"one of {', '.join(self._kinds)}")
         if given.get("completion_window") != "24h":
             raise wrong("completion_window", "24h")
         if not isinstance(name, str):
             raise wrong("input_file_id", "the id of a file")
-        if not isinstance(metadata, dict | None):
-            raise wrong("metadata", "an object")
         owner = self._service.keys.owner(scope)
         file = self._store.get(owner, name)
         self._make_room()
@@ -120,18 +118,18 @@ class Batches:
         self._batches[batch.id] = batch
         batch.task = asyncio.create_task(self._run(batch, file))
         await asyncio.sleep(0)  # it has to have begun, to end well where it is cancelled
-        await JSONResponse(batch.to_dict())(scope, receive, send)
+        await JsonAnswer(batch.to_dict())(scope, receive, send)
 
     async def all(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """List the batches, the latest first."""
         owner = self._service.keys.owner(scope)
         found = [each.to_dict() for each in self._batches.values() if each.owner == owner]
         answer = {"object": "list", "data": found[::-1], "has_more": False}
-        await JSONResponse(answer)(scope, receive, send)
+        await JsonAnswer(answer)(scope, receive, send)
 
     async def one(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """Describe a batch."""
-        await JSONResponse(self._find(scope).to_dict())(scope, receive, send)
+        await JsonAnswer(self._find(scope).to_dict())(scope, receive, send)
 
     async def cancel(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """End a batch; what has been answered stays."""
@@ -139,7 +137,7 @@ class Batches:
         if batch.status not in ENDED and batch.task is not None:
             batch.become("cancelling")
             batch.task.cancel()
-        await JSONResponse(batch.to_dict())(scope, receive, send)
+        await JsonAnswer(batch.to_dict())(scope, receive, send)
 
     def _find(self, scope: Scope) -> Batch:
         name = scope["path_params"]["name"]
@@ -196,7 +194,7 @@ class Batches:
                 "response": response,
                 "error": None,
             }
-            text = await run_apart(_written, answer)
+            text = await run_apart(long_json, answer) + b"\n"
             self._reserve(text)
             if ended_well:
                 batch.num_answers += 1
@@ -262,11 +260,6 @@ class Batches:
                 batch.errors.append(_error("no_room", error.message))
             else:
                 setattr(batch, name, file.id)
-
-
-def _written(answer: Mapping[str, Any]) -> bytes:
-    """A line of a file; in Python, which lets go of the GIL: log probabilities take long."""
-    return "".join([*json.JSONEncoder().iterencode(answer), "\n"]).encode()
 
 
 def _check_lines(data: bytes, endpoint: str) -> tuple[list[slice], list[dict[str, Any]]]:

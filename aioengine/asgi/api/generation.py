@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.api.answers import Answer
 from aioengine.asgi.api.asks import Ask
-from aioengine.asgi.client_task import EventStream, attend, failures_in
+from aioengine.asgi.client_task import EventStream, attend, failures_in, long_json
 from aioengine.asgi.json_body import LONG, BoundedBody, read_object
 from aioengine.asgi.service import Service
 from aioengine.streams.loop_bridge import run_apart
@@ -107,6 +107,4 @@ async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
     has_logprobs = any(output.logprobs is not None for output in completions)
     if not has_logprobs and sum(len(output.text) for output in completions) <= LONG:
         return json.dumps(whole).encode()
-    # In Python, which lets go of the GIL: thousands of log probabilities take long.
-    encoder = json.JSONEncoder()
-    return await run_apart(lambda: "".join(encoder.iterencode(whole)).encode())
+    return await run_apart(long_json, whole)  # thousands of log probabilities take long

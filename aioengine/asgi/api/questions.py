@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.api.asks import Ask
-from aioengine.asgi.client_task import EventStream, LongEvent, attend, failures_in
+from aioengine.asgi.client_task import EventStream, LongEvent, attend, failures_in, long_json
 from aioengine.asgi.json_body import BoundedBody, read_object
 from aioengine.asgi.service import Service
 from aioengine.streams.loop_bridge import run_apart
@@ -45,8 +45,7 @@ class Question:
         async with failures_in(EventStream(send), ask.in_its_words):
             answer = await self._work(self._service, replace(ask, prompts=prompts))
         if isinstance(answer, LongEvent):
-            encoder = json.JSONEncoder()  # in Python, which lets go of the GIL
-            body = await run_apart(lambda: "".join(encoder.iterencode(answer)).encode())
+            body = await run_apart(long_json, answer)
         else:
             body = json.dumps(answer).encode()
         await Response(body, media_type="application/json")(scope, receive, send)

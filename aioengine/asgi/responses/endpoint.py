@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.api.answers import Answer
 from aioengine.asgi.api.asks import Ask
 from aioengine.asgi.api.generation import Generation
+from aioengine.asgi.client_task import JsonAnswer, long_json
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.response_store import ResponseStore
 from aioengine.asgi.responses.events import ResponseAnswer
@@ -71,14 +72,15 @@ class KeptResponses:
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a GET request for one. Raises ApiError."""
         record = await self._asked_for(scope)
-        await JSONResponse(record["response"])(scope, receive, send)
+        body = await run_apart(long_json, record["response"])  # it may have log probabilities
+        await Response(body, media_type="application/json")(scope, receive, send)
 
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a DELETE request for one. Raises ApiError."""
         response_id = (await self._asked_for(scope))["response"]["id"]
         await self._store.delete(response_id)
         answer = {"id": response_id, "object": "response", "deleted": True}
-        await JSONResponse(answer)(scope, receive, send)
+        await JsonAnswer(answer)(scope, receive, send)
 
     async def _asked_for(self, scope: Scope) -> Mapping[str, Any]:
         response_id = scope["path_params"]["response_id"]

@@ -136,7 +136,7 @@ class Conversation:
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or call_id not in self._call_ids:
             raise wrong(f"{path}.call_id", "the call_id of an earlier function_call")
-        message = {"role": "tool", "tool_call_id": call_id, "content": ""}
+        message: dict[str, Any] = {"role": "tool", "tool_call_id": call_id, "content": ""}
         own = self._add(message, path)
         content = self._read_content(item.get("output"), f"{path}.output", own)
         if isinstance(content, list) and all(part["type"] == "text" for part in content):

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from aioengine.asgi.api.asks import Ask, flag, in_words, make_ask, prompt_options, wrong
+from aioengine.asgi.api.asks import (
+    Ask,
+    flag,
+    in_words,
+    make_ask,
+    prompt_options,
+    read_metadata,
+    wrong,
+)
 from aioengine.asgi.api.chat import MAX_TOP_LOGPROBS, template_options
 from aioengine.asgi.api.fields import RESPONSES, known
 from aioengine.asgi.responses.items import Conversation, read_items
@@ -32,7 +40,6 @@ INCLUDABLE = (
 CHOICES = ("auto", "none", "required")
 REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 TOOL = ("type", "name", "description", "parameters", "strict", "output_schema")
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +109,7 @@ def read_response(body: Mapping[str, Any]) -> ResponseAsk:
         "instructions": instructions,
         "max_output_tokens": given.get("max_output_tokens"),
         "max_tool_calls": None,
-        "metadata": _read_metadata(given.get("metadata", {})),
+        "metadata": read_metadata(given.get("metadata", {})),
         "parallel_tool_calls": is_parallel,
         "previous_response_id": previous_id,
         "reasoning": reasoning,
@@ -227,18 +234,6 @@ def _read_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[st
     if not allowed:
         raise wrong("tool_choice.tools", "some of tools")
     return allowed, choice["mode"]
-
-
-def _read_metadata(given: Any) -> dict[str, str]:
-    if (
-        not isinstance(given, dict)
-        or len(given) > MAX_METADATA
-        or not all(len(key) <= MAX_KEY for key in given)
-        or not all(isinstance(value, str) and len(value) <= MAX_VALUE for value in given.values())
-    ):
-        rule = f"an object of {MAX_METADATA} texts at most, of {MAX_VALUE} characters at most"
-        raise wrong("metadata", f"{rule}, under names of {MAX_KEY} at most")
-    return given
 
 
 def _text(given: Mapping[str, Any], name: str) -> str | None:
