@@ -293,3 +293,31 @@ async def test_batches_are_few(monkeypatch: pytest.MonkeyPatch, client: AsyncOpe
     found = [await ended(client, await begun(client, data)) for _ in range(3)]
     kept = [each.id async for each in client.batches.list()]
     assert kept == [found[2].id, found[1].id]
+
+
+def test_lines_of_a_file_are_looked_for_no_further_than_there_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = b"\n \r\n" * 3000 + b" {} \n\n[1]" + b"\n" * 5000 + b"x"
+    assert [data[each].strip() for each in batches._lines(data)] == [b"{}", b"[1]", b"x"]
+    monkeypatch.setattr(batches, "MAX_LINES", 3)
+    found: list[slice] = []
+    real = batches._lines
+
+    def counted(given: bytes) -> Any:
+        for each in real(given):
+            found.append(each)
+            yield each
+
+    monkeypatch.setattr(batches, "_lines", counted)
+    lines, errors = batches._check_lines(b"1\n" * 1000, CHAT)
+    assert not lines and errors[0]["code"] == "invalid_file" and len(found) == 4
+
+
+async def test_a_long_line_is_read_apart(client: AsyncOpenAI) -> None:
+    bodies = [chat("a", max_tokens=1), chat("b", max_tokens=1, stop=["x" * 80_000])]
+    batch = await ended(client, await begun(client, lines(bodies)))
+    assert batch.status == "completed" and batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    (row,) = await rows(client, batch.error_file_id)
+    assert row["custom_id"] == "r1" and row["response"]["body"]["error"]["param"] == "stop"

@@ -10,7 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.types import Scope, Send
@@ -37,8 +38,11 @@ MAX_BATCHES = 256
 PRIORITY = 1
 """Requests of people, who wait, have 0 and go first."""
 AGAIN_S = 1.0
+PIECE = 1 << 12
+"""Bytes in which empty lines are looked for at once."""
 ENDED = ("failed", "completed", "cancelled")
 
+Read = TypeVar("Read")
 Kinds = Mapping[str, tuple[Callable[[Mapping[str, Any]], Ask], type[Answer]]]
 """Endpoint, as a line names it -> what reads a body, and what answers it."""
 
@@ -185,9 +189,9 @@ class Batches:
 
     async def _answer_lines(self, batch: Batch, todo: Iterator[bytes]) -> None:
         for line in todo:
-            is_short = len(line) <= LONG
-            parsed = parse_object(line) if is_short else await run_apart(parse_object, line)
-            response, ended_well = await self._answer(batch, parsed["body"])
+            is_long = len(line) > LONG
+            parsed = await self._read(parse_object, line, is_long=is_long)
+            response, ended_well = await self._answer(batch, parsed["body"], is_long=is_long)
             answer = {
                 "id": f"batch_req_{uuid4().hex}",
                 "custom_id": parsed["custom_id"],
@@ -211,11 +215,21 @@ class Batches:
             error.code = "no_room"
             raise
 
-    async def _answer(self, batch: Batch, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    async def _read(self, function: Callable[[Any], Read], value: Any, *, is_long: bool) -> Read:
+        """Apply `function` to what a line has: of a long one in a thread, and one at a time, as
+        all together would keep the GIL."""
+        if not is_long:
+            return function(value)
+        async with self._service.budget.parsing:
+            return await run_apart(function, value)
+
+    async def _answer(
+        self, batch: Batch, body: Mapping[str, Any], *, is_long: bool
+    ) -> tuple[dict[str, Any], bool]:
         """The answer to one request, and whether it is one. Raises EngineError."""
         read, kind = self._kinds[batch.endpoint]
         try:
-            ask = read(body)
+            ask = await self._read(read, body, is_long=is_long)
             if ask.is_streamed:
                 raise wrong("stream", "absent in a batch")
             answer = kind(self._service.check_model(ask.model), self._service.token_texts, ask)
@@ -264,7 +278,7 @@ class Batches:
 
 def _check_lines(data: bytes, endpoint: str) -> tuple[list[slice], list[dict[str, Any]]]:
     """Places of a file's lines, and errors of those that are no requests."""
-    lines = list(_lines(data))
+    lines = [*islice(_lines(data), MAX_LINES + 1)]
     if not lines or len(lines) > MAX_LINES:
         return [], [_error("invalid_file", f"a batch has 1 to {MAX_LINES} lines")]
     names: set[str] = set()
@@ -280,11 +294,14 @@ def _lines(data: bytes) -> Iterator[slice]:
     """Find the lines that are not empty, one by one: to split a large file holds the GIL."""
     start = 0
     while start < len(data):
-        end = data.find(b"\n", start)
-        end = len(data) if end < 0 else end
-        if data[start:end].strip():
+        piece = data[start : start + PIECE]
+        text = piece.lstrip()
+        start += len(piece) - len(text)
+        if text:
+            end = data.find(b"\n", start)
+            end = len(data) if end < 0 else end
             yield slice(start, end)
-        start = end + 1
+            start = end + 1
 
 
 def _fault(line: bytes, endpoint: str, names: set[str]) -> str:
