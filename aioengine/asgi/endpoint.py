@@ -31,9 +31,13 @@ def endpoint(
     handle: Handler,
     method: str = "GET",
     error_body: ErrorBody | None = None,
+    *,
+    needs_room: bool | None = None,
 ) -> Route:
-    """Make the route of an endpoint. `error_body`: of its errors, where they are not OpenAI's."""
-    return Route(path, _Endpoint(service, handle, error_body), methods=[method])
+    """Make the route of an endpoint. `error_body`: of its errors, where they are not OpenAI's;
+    `needs_room`: it is refused where the engine's queue is full; None: as all POST requests are."""
+    needs = method == "POST" if needs_room is None else needs_room
+    return Route(path, _Endpoint(service, handle, error_body, needs_room=needs), methods=[method])
 
 
 class _Endpoint:
@@ -43,17 +47,23 @@ class _Endpoint:
     """
 
     def __init__(
-        self, service: Service, handle: Handler, error_body: ErrorBody | None = None
+        self,
+        service: Service,
+        handle: Handler,
+        error_body: ErrorBody | None = None,
+        *,
+        needs_room: bool,
     ) -> None:
         self._service = service
         self._handle = handle
         self._error_body = error_body
+        self._needs_room = needs_room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, body = Reply(send), self._service.bounded(scope, receive)
         try:
             self._service.keys.check(scope)
-            if scope["method"] == "POST":
+            if self._needs_room:
                 self._service.engine.check_room(1)  # before a body is read
             await self._handle(scope, body, reply)
         except ClientDisconnect as error:

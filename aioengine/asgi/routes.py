@@ -88,7 +88,7 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
         endpoint(service, "/batches", batches.create, "POST"),
         endpoint(service, "/batches", batches.all),
         endpoint(service, "/batches/{name}", batches.one),
-        endpoint(service, "/batches/{name}/cancel", batches.cancel, "POST"),
+        endpoint(service, "/batches/{name}/cancel", batches.cancel, "POST", needs_room=False),
     ]
 
 

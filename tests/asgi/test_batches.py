@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,7 +21,7 @@ from aioengine.asgi import openai_app
 from aioengine.asgi.api import batches, files
 from aioengine.asgi.error_responses import ApiError
 from tests.asgi.serving import image_part, openai_client, serving
-from tests.support.engines import greedy, settled
+from tests.support.engines import greedy, running_engine, settled, until
 
 CHAT = "/v1/chat/completions"
 MAX_BYTES = 600_000
@@ -321,3 +323,24 @@ async def test_a_long_line_is_read_apart(client: AsyncOpenAI) -> None:
     assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
     (row,) = await rows(client, batch.error_file_id)
     assert row["custom_id"] == "r1" and row["response"]["body"]["error"]["param"] == "stop"
+
+
+async def test_a_small_queue(folder: Path) -> None:
+    """More prompts in a line than the engine takes at once; and a queue that is full."""
+    async with running_engine(folder, max_num_seqs=1, max_queued_requests=1) as engine:
+        app = Starlette(routes=[Mount("/v1", openai_app(engine))])
+        async with serving(app) as url, openai_client(url) as client:
+            body = {"prompt": ["one"] * 5, "max_tokens": 1, "ignore_eos": True}
+            data = lines([body], "/v1/completions")
+            batch = await ended(client, await begun(client, data, "/v1/completions"))
+            (row,) = await rows(client, batch.output_file_id)
+            assert len(row["response"]["body"]["choices"]) == 5
+            batch = await begun(client, lines([chat("a", max_tokens=400, ignore_eos=True)]))
+            await until(lambda: engine.statistics().running)
+            waiting = asyncio.create_task(engine.generate("a", greedy(1)))
+            await until(lambda: engine.statistics().waiting)
+            with pytest.raises(openai.RateLimitError):
+                await client.files.create(file=("a", b""), purpose="batch")
+            await client.batches.cancel(batch.id)
+            assert (await ended(client, batch)).status == "cancelled"
+            await waiting

@@ -27,6 +27,7 @@ from aioengine.asgi.service import Service
 from aioengine.errors import EngineError, InvalidRequestError, OverloadedError, shown
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
+from aioengine.types import Prompt, RequestOutput
 
 __all__ = ["Batches", "Kinds"]
 
@@ -246,17 +247,18 @@ class Batches:
         return _response(200, answer.id, whole), True
 
     async def _complete(self, batch: Batch, ask: Ask, answer: Answer) -> dict[str, Any]:
-        """The whole answer; where the queue is full it waits for its turn."""
+        """The whole answer; where the queue is full each prompt waits for its turn."""
         engine = self._service.engine
+
+        async def completed(prompt: Prompt) -> RequestOutput:
+            while True:
+                try:
+                    return await engine.generate(prompt, ask.params, priority=PRIORITY)
+                except OverloadedError:
+                    await asyncio.sleep(AGAIN_S)
+
         prompts = [self._service.salted(batch.scope, prompt) for prompt in ask.prompts]
-        while True:
-            try:
-                outputs = await run_together(
-                    engine.generate(prompt, ask.params, priority=PRIORITY) for prompt in prompts
-                )
-                return await answer.complete(outputs)
-            except OverloadedError:
-                await asyncio.sleep(AGAIN_S)
+        return await answer.complete(await run_together(map(completed, prompts)))
 
     def _keep(self, batch: Batch) -> None:
         """Make files of the answers, as far as there is room for them."""

@@ -53,7 +53,8 @@ def read_embeddings(body: Mapping[str, Any]) -> Ask:
             Prompt(**{**options, "text" if isinstance(each, str) else "token_ids": each})
             for each in read_prompts(given["input"], "input", MAX_INPUTS)
         ]
-    used = {"prompt": "messages" if "messages" in given else "input"}
+    name = "messages" if "messages" in given else "input"
+    used = {"prompt": name, "n": name}
     return make_ask(given, tuple(prompts), None, used)
 
 
