@@ -74,6 +74,7 @@ def _application(
         middleware=[*middleware, Middleware(_SlashTaker)],
         exception_handlers={HTTPException: _http_error},
     )
+    app.router.redirect_slashes = False  # to a slash that is taken again
     app.state.bodies = service.budget
     return app
 

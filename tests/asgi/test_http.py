@@ -340,6 +340,12 @@ async def test_probes(engine: AsyncEngine) -> None:
         engine.resume()
 
 
+async def test_no_path_leads_round_in_a_circle(engine: AsyncEngine) -> None:
+    async with serving(service_app(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        for path in ("/v1", "/v1/", "/nothing/"):
+            assert (await client.get(path)).status_code == 404
+
+
 async def test_names_of_the_model(engine: AsyncEngine) -> None:
     async with client_of(mounted(engine, model_names=["one", "org/two"])) as client:
         listed = (await client.get("/v1/models")).json()["data"]

@@ -208,11 +208,7 @@ def test_the_words_are_the_clients(
 
 
 def test_an_error_of_a_prompt_names_a_field_that_is_there() -> None:
-    for read, body, parameter in (
-        (read_embeddings, {"input": "a"}, "input"),
-        (read_embeddings, {"messages": CONVERSATION}, "messages"),
-        (read_score, {"text_1": "a", "text_2": "b"}, "text_1"),
-        (read_rerank, {"query": "a", "documents": ["b"]}, "query"),
-    ):
-        error = read(body).in_its_words(InvalidRequestError("prompt", parameter="prompt"))
-        assert isinstance(error, InvalidRequestError) and error.parameter == parameter
+    for body, name in (({"input": "a"}, "input"), ({"messages": CONVERSATION}, "messages")):
+        for own in ("prompt", "n"):
+            error = read_embeddings(body).in_its_words(InvalidRequestError(own, parameter=own))
+            assert isinstance(error, InvalidRequestError) and error.parameter == name

@@ -219,3 +219,11 @@ async def test_what_is_refused(tools_folder: Path) -> None:
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, parameter), (fields, error)
                 assert error["message"] and "messages" not in error["message"], error
+
+
+def test_items_of_one_turn_add_up() -> None:
+    said = [{"role": "assistant", "content": text} for text in ("a", "", "b")]
+    conversation = read_items([*said, thought("c"), *said[:1], thought("d")])
+    assert conversation.messages == [
+        {"role": "assistant", "content": "a\nb\na", "reasoning_content": "c\nd"}
+    ]

@@ -64,7 +64,7 @@ def read_score(body: Mapping[str, Any]) -> Ask:
     query = _text(given.get("text_1"), "text_1")
     texts = given.get("text_2")
     listed = [texts] if isinstance(texts, str) else texts
-    names = {"prompt": "text_1", "query": "text_1", "documents": "text_2"}
+    names = {"query": "text_1", "documents": "text_2"}
     return _scored(given, query, _texts(listed, "text_2"), names)
 
 
@@ -79,7 +79,7 @@ def read_rerank(body: Mapping[str, Any]) -> Ask:
     documents = given.get("documents")
     if isinstance(documents, list):
         documents = [each.get("text") if isinstance(each, dict) else each for each in documents]
-    return _scored(given, query, _texts(documents, "documents"), {"prompt": "query"})
+    return _scored(given, query, _texts(documents, "documents"), {})
 
 
 def _scored(
