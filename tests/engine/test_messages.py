@@ -161,7 +161,7 @@ async def test_what_stands_beside_messages(folder: Path) -> None:
         ]
         for prompt, options, parameter in wrong:
             with pytest.raises(InvalidRequestError) as caught:
-                engine.stream(prompt, greedy(1), **options)
+                await engine.generate(prompt, greedy(1), **options)
             assert caught.value.parameter == parameter
         script(engine, "x")
         plain = await engine.generate(ASKED, greedy(1))
