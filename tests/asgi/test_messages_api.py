@@ -19,10 +19,10 @@ from aioengine.asgi.api.messages import read_counted, read_messages
 from aioengine.errors import InvalidRequestError
 from tests.asgi.serving import image_part, serving
 from tests.asgi.test_http import client_of, mounted
-from tests.processors.test_chat_tools import TEMPLATES
 from tests.support.engines import encoded, greedy, running_engine, settled, until
 from tests.support.scripts import script
-from tests.support.tiny import tiny_image, tiny_llama, tiny_tokenizer
+from tests.support.tiny import tiny_image
+from tests.support.tools_model import save_tiny_text_caller
 
 PATH = "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -123,12 +123,7 @@ async def client(engine: AsyncEngine) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template knows tools and thoughts."""
-    path = tmp_path_factory.mktemp("caller")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(path)
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return save_tiny_text_caller(tmp_path_factory.mktemp("caller"))
 
 
 @asynccontextmanager

@@ -15,9 +15,8 @@ from aioengine.asgi.responses.items import read_items, without_bytes
 from aioengine.asgi.responses.request import read_response
 from aioengine.errors import InvalidRequestError
 from tests.asgi.serving import serving
-from tests.processors.test_chat_tools import TEMPLATES
 from tests.support.engines import running_engine
-from tests.support.tiny import tiny_llama, tiny_tokenizer
+from tests.support.tools_model import save_tiny_text_caller
 
 MODEL = "tiny"
 ASKED: list[Any] = [{"role": "user", "content": "Will it rain in Paris?"}]
@@ -201,12 +200,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tools")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(path)
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 async def test_what_is_refused(tools_folder: Path) -> None:

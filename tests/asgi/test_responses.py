@@ -28,10 +28,10 @@ from aioengine.engine.detokenizer import TokenTexts
 from aioengine.streams.tokens import _merge
 from tests.asgi.responses import Store, added_up, said, without_ids
 from tests.asgi.serving import image_url, openai_client, serving
-from tests.processors.test_chat_tools import TEMPLATES
 from tests.support.engines import encoded, greedy, running_engine, settled, until
 from tests.support.scripts import script
-from tests.support.tiny import tiny_image, tiny_llama, tiny_tokenizer
+from tests.support.tiny import tiny_image
+from tests.support.tools_model import save_tiny_text_caller
 
 MODEL = "tiny"
 WEATHER: dict[str, Any] = {
@@ -57,12 +57,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 @pytest.fixture(scope="module")
 def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tools")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(path)
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture

@@ -20,10 +20,9 @@ from aioengine import AsyncEngine
 from aioengine.asgi import openai_app
 from aioengine.asgi.api.chat import read_chat
 from tests.asgi.serving import openai_client, serving
-from tests.processors.test_chat_tools import TEMPLATES
 from tests.support.engines import running_engine, settled
 from tests.support.scripts import script
-from tests.support.tiny import tiny_llama, tiny_tokenizer
+from tests.support.tools_model import save_tiny_text_caller
 
 ASKED: list[Any] = [{"role": "user", "content": "Will it rain in Paris?"}]
 WEATHER: dict[str, Any] = {
@@ -55,12 +54,7 @@ MODEL = "tiny"
 
 @pytest.fixture(scope="module")
 def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tools")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(path)
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture

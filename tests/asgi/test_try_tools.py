@@ -12,10 +12,9 @@ from aioengine.asgi import service_app
 from tests.asgi.browsing import OVERLAPS, SIZES, TEXT_COLOURS, Browser, contrast
 from tests.asgi.test_tools_over_http import ANSWER, WEATHER
 from tests.asgi.trying import opened, run
-from tests.processors.test_chat_tools import TEMPLATES
 from tests.support.engines import running_engine
 from tests.support.scripts import script
-from tests.support.tiny import tiny_llama, tiny_tokenizer
+from tests.support.tools_model import save_tiny_text_caller
 
 PARTS = (
     ".user p, .said p, .thought[open] p, article pre, article button, article small, "
@@ -25,12 +24,7 @@ PARTS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tools")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(path)
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 async def test_a_tool_is_called_and_its_result_goes_back(

@@ -18,10 +18,9 @@ import pytest
 
 from aioengine.asgi import service_app
 from tests.asgi.serving import serving
-from tests.processors.test_chat_tools import TEMPLATES
 from tests.support.engines import running_engine
 from tests.support.scripts import script_by
-from tests.support.tiny import tiny_llama, tiny_tokenizer
+from tests.support.tools_model import save_tiny_text_caller
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -35,12 +34,7 @@ pytestmark = pytest.mark.skipif(not PACKAGES.is_dir(), reason="make clients-test
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tools")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(path)
-    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture

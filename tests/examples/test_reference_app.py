@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-import torch
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from aioengine.engine.input_processor import InputProcessor
 from tests.asgi.serving import serving
-from tests.processors.test_chat_tools import TEMPLATES
 from tests.support.engines import encoded
-from tests.support.tiny import EOS, tiny_image, tiny_llama, tiny_tokenizer
+from tests.support.scripts import Script
+from tests.support.tiny import tiny_image, tiny_tokenizer
+from tests.support.tools_model import save_tiny_text_caller
 
 pytest.importorskip("aiosqlite")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -39,26 +38,9 @@ def call(name: str, arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("desk_model")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATES["hermes"]
-    tokenizer.save_pretrained(path)
-    tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=8192).save_pretrained(path)
-    return path
-
-
-class Script:
-    """A constraint that leaves one token each time: the next of an answer, and the end."""
-
-    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
-        self._token_ids = [*token_ids, EOS]
-        self._num_words = -(-vocab_size // 32)
-
-    def mask(self, token_ids: Sequence[int], output_index: int) -> torch.Tensor:
-        token_id = self._token_ids[output_index]
-        words = np.zeros(self._num_words, dtype=np.uint32)
-        words[token_id // 32] = 1 << token_id % 32
-        return torch.from_numpy(words.view(np.int32))
+    return save_tiny_text_caller(
+        tmp_path_factory.mktemp("desk_model"), max_position_embeddings=8192
+    )
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.support.tiny import save_tiny_llava, tiny_processor
+from tests.support.tiny import save_tiny_llava, tiny_llama, tiny_processor, tiny_tokenizer
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -25,3 +26,12 @@ def save_tiny_caller(folder: Path) -> None:
     processor = tiny_processor()
     processor.chat_template = TEMPLATE
     processor.save_pretrained(folder)
+
+
+def save_tiny_text_caller(folder: Path, **changes: Any) -> Path:
+    """Write a model of texts alone to `folder`; returns it. `changes`: of the model's config."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    tiny_llama(vocab_size=len(tokenizer), **changes).save_pretrained(folder)
+    return folder
