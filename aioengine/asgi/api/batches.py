@@ -182,14 +182,14 @@ class Batches:
             return "failed"
         batch.total = len(lines)
         batch.become("in_progress")
-        todo = (data[line] for line in lines)
+        pending = (data[line] for line in lines)
         count = min(len(lines), max(1, self._service.engine.config.max_num_seqs // 2))
-        await run_together(self._answer_lines(batch, todo) for _ in range(count))
+        await run_together(self._answer_lines(batch, pending) for _ in range(count))
         batch.become("finalizing")
         return "completed"
 
-    async def _answer_lines(self, batch: Batch, todo: Iterator[bytes]) -> None:
-        for line in todo:
+    async def _answer_lines(self, batch: Batch, pending: Iterator[bytes]) -> None:
+        for line in pending:
             is_long = len(line) > LONG
             parsed = await self._read(parse_object, line, is_long=is_long)
             response, ended_well = await self._answer(batch, parsed["body"], is_long=is_long)
@@ -268,8 +268,8 @@ class Batches:
             data = b"".join(lines)
             self._store.reserve(-len(data))
             lines.clear()
-            purpose, name_ = "batch_output", f"{batch.id}_{name}.jsonl"
-            file = StoredFile(owner=batch.owner, name=name_, purpose=purpose, data=data)
+            filename = f"{batch.id}_{name}.jsonl"
+            file = StoredFile(owner=batch.owner, name=filename, purpose="batch_output", data=data)
             try:
                 self._store.add(file)
             except ApiError as error:
