@@ -72,10 +72,9 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
         "/messages/count_tokens": Question(service, read_counted, count),
     }
     store = FileStore(service.max_files_bytes)
-    files, batches = (
-        Files(service, store),
-        Batches(service, store, {**kinds, "/v1/responses": (read_unkept, ResponseAnswer)}),
-    )
+    files = Files(service, store)
+    in_batches: Kinds = {**kinds, "/v1/responses": (read_unkept, ResponseAnswer)}
+    batches = Batches(service, store, in_batches)
     return [
         *(endpoint(service, p[3:], Generation(service, *k), "POST") for p, k in kinds.items()),
         endpoint(service, "/audio/transcriptions", Transcription(service), "POST"),

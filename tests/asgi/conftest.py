@@ -13,6 +13,7 @@ from aioengine import AsyncEngine
 from tests.asgi.browsing import SIZES, Browser, chromium
 from tests.support.engines import running_engine
 from tests.support.tiny import save_tiny_llava
+from tests.support.tools_model import save_tiny_text_caller
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.mkdir()
     save_tiny_llava(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of texts whose template knows tools and thoughts."""
+    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from aioengine.asgi.responses.request import read_response
 from aioengine.errors import InvalidRequestError
 from tests.asgi.serving import serving
 from tests.support.engines import running_engine
-from tests.support.tools_model import save_tiny_text_caller
 
 MODEL = "tiny"
 ASKED: list[Any] = [{"role": "user", "content": "Will it rain in Paris?"}]
@@ -196,11 +195,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"n": 2}, "n"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 async def test_what_is_refused(tools_folder: Path) -> None:

@@ -31,7 +31,6 @@ from tests.asgi.serving import image_url, openai_client, serving
 from tests.support.engines import encoded, greedy, running_engine, settled, until
 from tests.support.scripts import script
 from tests.support.tiny import tiny_image
-from tests.support.tools_model import save_tiny_text_caller
 
 MODEL = "tiny"
 WEATHER: dict[str, Any] = {
@@ -53,11 +52,6 @@ MIXED = f"{ANSWER}\nAnd then\n{SECOND}\n{CALL}\nDone."
 QUESTION = "Will it rain in Paris?"
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
 LOGPROBS = "message.output_text.logprobs"
-
-
-@pytest.fixture(scope="module")
-def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from aioengine.asgi.api.chat import read_chat
 from tests.asgi.serving import openai_client, serving
 from tests.support.engines import running_engine, settled
 from tests.support.scripts import script
-from tests.support.tools_model import save_tiny_text_caller
 
 ASKED: list[Any] = [{"role": "user", "content": "Will it rain in Paris?"}]
 WEATHER: dict[str, Any] = {
@@ -50,11 +49,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 SECOND = CALL.replace("Paris", "Rome")
 ANSWER = f"<think>\nhm, é\n</think>\n\nI look.\n{CALL}"
 MODEL = "tiny"
-
-
-@pytest.fixture(scope="module")
-def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_text_caller(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture

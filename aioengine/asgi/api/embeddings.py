@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -123,11 +124,8 @@ async def embed(service: Service, ask: Ask) -> dict[str, Any]:
     is_short = given.get("encoding_format") == "base64"
     is_long = len(outputs) * (size or width) > MANY
     vectors = [output.vector for output in outputs]
-    written = (
-        await run_apart(_written, vectors, size, is_short)
-        if is_long
-        else (_written(vectors, size, is_short))
-    )
+    write = partial(_written, vectors, size, is_short)
+    written = await run_apart(write) if is_long else write()
     data = [
         {"object": "embedding", "index": index, "embedding": each}
         for index, each in enumerate(written)
