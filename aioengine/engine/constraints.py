@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from aioengine.engine.detokenizer import MessageReader
 from aioengine.errors import InvalidRequestError
 from aioengine.processors.chat.renderer import ChatPrompt
 from aioengine.sampling.sampler import Constraint
+from aioengine.sampling.sampling_metadata import SamplingContext
 from aioengine.sampling.structured_output import Grammars
 from aioengine.sampling.thinking_budget import ThinkingBudget, end_tokens
 from aioengine.sampling_params import SamplingParams
@@ -61,21 +61,25 @@ def bound_thinking(
     chat: ChatPrompt,
     readers: Sequence[MessageReader | None],
     grammars: Sequence[Constraint],
-    tokenizer: Any,
-    vocab_size: int,
+    context: SamplingContext,
 ) -> Sequence[Constraint]:
     """Add the bound on reasoning, if there is one, to the grammars of the completions, or none.
 
-    `readers`: of each completion's message; `tokenizer`: for the thread of the caller.
+    `readers`: of each completion's message; `context`: for the thread of the caller. Raises
+    InvalidRequestError where the end of reasoning cannot be written.
     """
     if params.thinking_budget is None:
         return grammars
     assert chat.answers.thought is not None
-    end = end_tokens(tokenizer, chat.answers.thought[1], vocab_size)
+    mark = chat.answers.thought[1]
+    end = end_tokens(context.tokenizer, mark, context.vocab_size)
+    if (other := context.forbidding(params, end)) is not None:
+        message = f"thinking_budget must be None where {other} forbids {mark}, which ends reasoning"
+        raise InvalidRequestError(message, parameter="thinking_budget")
     found = []
     for index, reader in enumerate(readers):
         assert reader is not None
         grammar = grammars[index] if grammars else None
-        budget = ThinkingBudget(params.thinking_budget, end, reader, vocab_size, grammar)
-        found.append(budget)
+        budget = params.thinking_budget, end, reader, context.vocab_size, grammar
+        found.append(ThinkingBudget(*budget))
     return found

@@ -302,9 +302,7 @@ class InputProcessor:
             seen, context = token_ids if repeats is None else repeats, self._sampling
             if state.chat is not None:
                 messages = [message for _, message in readers]
-                constraints = bound_thinking(
-                    params, state.chat, messages, constraints, context.tokenizer, context.vocab_size
-                )
+                constraints = bound_thinking(params, state.chat, messages, constraints, context)
             wishes = [*map(sampled_fields, context.samplings(params, seen, constraints))]
         caching = self._config.enable_prefix_caching
         private_salt = secrets.token_bytes(16) if params.n > 1 and not caching else None

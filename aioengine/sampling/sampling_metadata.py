@@ -79,6 +79,16 @@ class SamplingContext:
             for index in range(params.n)
         ]
 
+    def forbidding(self, params: SamplingParams, token_ids: Sequence[int]) -> str | None:
+        """Name the parameter by which an output cannot hold these tokens in a row; None if none."""
+        if params.allowed_token_ids is not None and set(token_ids) - {*params.allowed_token_ids}:
+            return "allowed_token_ids"
+        row = tuple(token_ids)
+        for word in self._bad_words(params.bad_words or ()):
+            if any(row[start : start + len(word)] == word for start in range(len(row))):
+                return "bad_words"
+        return None
+
     def _adjustments(
         self, params: SamplingParams, prompt_token_ids: tuple[int, ...]
     ) -> Adjustments | None:

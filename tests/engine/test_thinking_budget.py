@@ -237,6 +237,20 @@ async def test_where_it_can_have_no_meaning(hermes: Path, tmp_path: Path) -> Non
             assert caught.value.parameter == "thinking_budget"
 
 
+async def test_where_another_parameter_forbids_its_end(hermes: Path) -> None:
+    async with running_engine(hermes) as engine:
+        end = engine.tokenizer.encode("</think>", add_special_tokens=False)
+        for name, value, fits in (
+            ("bad_words", ["rain", "</think>"], ["rain"]),
+            ("allowed_token_ids", end[:-1], [5, 6, *end]),
+        ):
+            params = {"thinking_budget": 0, "max_tokens": 2, name: fits}
+            await engine.generate(ASKED, SamplingParams(**params))
+            with pytest.raises(InvalidRequestError, match=f"{name} forbids </think>") as caught:
+                await engine.generate(ASKED, SamplingParams(**{**params, name: value}))
+            assert caught.value.parameter == "thinking_budget"
+
+
 def test_params() -> None:
     wrong: list[dict[str, Any]] = [
         {"thinking_budget": -1},
