@@ -19,13 +19,17 @@ async def run_together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
     others held is let go of at once: a task group's own frame and its exception hold each other,
     and with them every argument of every task, until garbage is collected.
     """
+    coroutines = [*work]
+    if len(coroutines) == 1:
+        return [await coroutines.pop()]  # which needs no task of its own
     failure: BaseException | None = None
     running: list[asyncio.Task[Result]] = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            running += [tasks.create_task(each) for each in work]
+            running += [tasks.create_task(each) for each in coroutines]
     except BaseExceptionGroup as group:
         clear_frames(group.__traceback__)
+        coroutines.clear()
         failure = group.exceptions[0]
         del tasks
         running.clear()

@@ -1,7 +1,7 @@
 """OpenAI's client for an engine in this process: its requests reach the ASGI app without a port.
 
-The client is the `openai` package's own class. Below it stands a transport for whichever HTTP
-library that package uses, httpx or httpx2.
+The client is the `openai` package's own class, with a faster reading of answers. Below it stands a
+transport for whichever HTTP library that package uses, httpx or httpx2.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from inspect import signature
+from inspect import isclass, signature
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -22,6 +22,7 @@ from aioengine.errors import AioEngineError, WrongLoopError, refuse_names, trace
 
 try:
     import openai
+    from pydantic import BaseModel, ValidationError
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'{error.name} is not installed: pip install "aioengine[client]"', name=error.name
@@ -54,9 +55,22 @@ def openai_client(
     refuse_names("openai_client() has no option {}", options, known)
     http_client = InProcessClient(engine, client_app(engine, model_names=model_names))
     given = {"api_key": "none", **options}
-    client = openai.AsyncOpenAI(base_url=URL, http_client=http_client, **given)
+    client = _Client(base_url=URL, http_client=http_client, **given)
     _ = client.chat.completions  # which is imported when it is first used
     return client
+
+
+class _Client(openai.AsyncOpenAI):
+    """OpenAI's client, which lets pydantic read an answer that is as the package's types say.
+
+    Its own reading, field by field in Python, gives an equal object and takes ten times as long.
+    """
+
+    def _process_response_data(self, *, data: object, cast_to: Any, response: Any) -> Any:
+        if isclass(cast_to) and issubclass(cast_to, BaseModel):
+            with suppress(ValidationError):
+                return cast_to.model_validate(data)
+        return super()._process_response_data(data=data, cast_to=cast_to, response=response)
 
 
 class InProcessClient(openai.DefaultAsyncHttpxClient):

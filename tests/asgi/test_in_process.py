@@ -1,4 +1,4 @@
-"""`engine.openai_client()`: OpenAI's client, unmodified, in the engine's own process and loop."""
+"""`engine.openai_client()`: OpenAI's client in the engine's own process and loop."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from openai import AsyncOpenAI
 
 from aioengine import AsyncEngine, errors
 from tests.asgi.serving import image_part
+from tests.asgi.test_tools_over_http import ANSWER, WEATHER
 from tests.parity.audio_families import RATE, sound
 from tests.parity.listener_families import WORDS, save_listener, tokenizer_for
 from tests.support.engines import (
@@ -33,6 +34,7 @@ from tests.support.engines import (
     settled,
     until,
 )
+from tests.support.scripts import script
 
 MODEL = "tiny-llava"
 HELLO: list[Any] = [{"role": "user", "content": "The quick"}]
@@ -250,6 +252,58 @@ async def test_clients_leave_nothing_in_the_engine(engine: AsyncEngine) -> None:
     for _ in range(3):
         await engine.openai_client().chat.completions.create(**asked(1))
     assert (engine.instruments.watchers, engine.instruments.listeners) == heard
+
+
+async def test_answers_are_read_as_the_package_reads_them(
+    tools_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pydantic, each of equal parts; what the types do not hold for, by the package itself."""
+    own = AsyncOpenAI._process_response_data
+    slow: list[Any] = []
+
+    def noted(self: Any, **given: Any) -> Any:
+        slow.append(given["cast_to"])
+        return own(self, **given)
+
+    monkeypatch.setattr(AsyncOpenAI, "_process_response_data", noted)
+    async with running_engine(tools_folder) as engine, engine.openai_client() as client:
+        read: list[tuple[Any, Any]] = []
+        fast = type(client)._process_response_data
+
+        def both(self: Any, **given: Any) -> Any:
+            found = fast(self, **given)
+            read.append((found, own(self, **given)))
+            return found
+
+        monkeypatch.setattr(type(client), "_process_response_data", both)
+        num_tokens = script(engine, ANSWER)
+        common: Any = {"model": engine.model_name, "max_tokens": num_tokens, "tools": [WEATHER]}
+        for options in ({}, {"logprobs": True, "top_logprobs": 2}):
+            asks: Any = {**common, "messages": HELLO, **options}
+            whole = await client.chat.completions.create(**asks)
+            assert whole.choices[0].message.tool_calls[0].function.name == "weather"
+            async for _ in await client.chat.completions.create(
+                **asks, stream=True, stream_options={"include_usage": True}
+            ):
+                pass
+        asks = {"model": engine.model_name, "input": "The quick", "max_output_tokens": num_tokens}
+        asks["tools"] = [{"type": "function", **WEATHER["function"]}]
+        await client.responses.create(**asks)
+        assert [model.id async for model in client.models.list()] == [engine.model_name]
+        assert len(read) > num_tokens and not slow
+        async for _ in await client.responses.create(**asks, stream=True):  # one of many types
+            pass
+        assert slow
+        slow.clear()
+        # Its events say no reason to finish until the last; the type has no None there.
+        async for _ in await client.completions.create(
+            model=engine.model_name, prompt="The quick", max_tokens=3, stream=True
+        ):
+            pass
+        assert slow
+        for found, expected in read:
+            assert type(found) is type(expected) and repr(found) == repr(expected)
+            assert found.to_dict() == expected.to_dict()
 
 
 async def test_options(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
