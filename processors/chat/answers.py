@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,12 @@ __all__ = ["AnswerParser", "AnswerText", "JsonScan", "Parse", "Piece", "Reading"
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
 BLANKS = " \t\r\n"
+SPACE = re.compile(r"[ \t\r\n]*")
+MOST_IN_VAIN = 1 << 16
+"""Characters of an answer that are read as calls and are none; behind these it calls no more.
+
+Else an answer of thousands of calls that do not end would be read to its end for each.
+"""
 NAME_KEYS, ARGUMENT_KEYS = ("name",), ("arguments", "parameters")
 
 
@@ -61,6 +68,9 @@ class AnswerText:
         self._text = ""
         self._at = 0
         self._mark: int | None = None  # from here on it may be read once more
+        self._num_in_vain = 0
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Of a whole answer: text -> characters left where it was looked for, and where it is."""
 
     def add(self, text: str) -> None:
         """Take the text that comes next."""
@@ -103,11 +113,23 @@ class AnswerText:
     def _find(self, ends: Sequence[str]) -> tuple[int, str]:
         """Find the first of the ends, the longest of those at one place; "" if there is none, or
         one may have begun before it."""
-        found = [(place, end) for end in ends if (place := self._text.find(end, self._at)) >= 0]
+        found = [(place, end) for end in ends if (place := self._place(end)) >= 0]
         place, end = min(found, key=lambda each: (each[0], -len(each[1])), default=(-1, ""))
         if end and len(ends) > 1 and place > self._at + len(self._certain(ends)):
             return -1, ""
         return place, end
+
+    def _place(self, end: str) -> int:
+        """Find a text; -1: it is not there. In a whole answer each part is looked through once."""
+        if not self.is_over:
+            return self._text.find(end, self._at)
+        num_left = len(self._text) - self._at
+        from_there, found = self._seen.get(end, (-1, 0))
+        if not found <= num_left <= from_there:
+            place = self._text.find(end, self._at)
+            found = 0 if place < 0 else len(self._text) - place
+            self._seen[end] = num_left, found
+        return len(self._text) - found if found else -1
 
     def _certain(self, ends: Sequence[str]) -> str:
         """Return the text that no end can begin in."""
@@ -122,14 +144,16 @@ class AnswerText:
 
     def peek(self, *words: str) -> Reading:
         """Read over blanks; return the word that comes next, None for another text."""
+        longest = max(map(len, words), default=1)
         num_blanks = 0  # seen already
         while True:
-            rest = self._text[self._at + num_blanks :].lstrip(BLANKS)
-            num_blanks = len(self._text) - self._at - len(rest)
-            found = next((word for word in words if rest.startswith(word)), None)
+            start = self._behind_blanks(self._at + num_blanks)
+            num_blanks = start - self._at
+            begin = self._text[start : start + longest]
+            found = next((word for word in words if begin.startswith(word)), None)
             if found is not None or self.is_over:
                 return found
-            if rest and not any(word.startswith(rest) for word in words):
+            if begin and not any(word.startswith(begin) for word in words):
                 return None
             yield None
 
@@ -147,18 +171,25 @@ class AnswerText:
         parts = []  # each looked through once, however long the text becomes
         while True:
             place, end = self._find(ends)
+            if self.is_over and not end:
+                if parts:
+                    self.put_back("".join(parts))
+                return None
             parts.append(self._text[self._at : place] if end else self._certain(ends))
             self._at += len(parts[-1]) + len(end)
             if end:
                 return "".join(parts), end
-            if self.is_over:
-                self.put_back("".join(parts))
-                return None
             yield None
 
     def put_back(self, text: str) -> None:
         """Have a text that was read come once more."""
+        self._num_in_vain += len(text)
         self._text, self._at = text + self._text[self._at :], 0
+
+    @property
+    def is_tiring(self) -> bool:
+        """Return whether so much was read in vain that it should be enough."""
+        return self._num_in_vain > MOST_IN_VAIN
 
     def rest(self) -> str:
         """Read all that has come."""
@@ -179,9 +210,12 @@ class AnswerText:
 
         Returns whether it was one; if not, nothing has been read.
         """
+        if self.is_tiring:
+            return False
         self._mark = self._at
         is_call = yield from self._json_call()
         if self._mark is not None:
+            self._num_in_vain += self._at - self._mark
             self._at, self._mark = self._mark, None
         return is_call
 
@@ -254,8 +288,12 @@ class AnswerText:
             yield None
 
     def _skip_blanks(self) -> None:
-        rest = self._text[self._at :]
-        self._at += len(rest) - len(rest.lstrip(BLANKS))
+        self._at = self._behind_blanks(self._at)
+
+    def _behind_blanks(self, place: int) -> int:
+        found = SPACE.match(self._text, place)
+        assert found is not None
+        return found.end()
 
 
 class JsonScan:

@@ -117,7 +117,8 @@ def _tagged_value(text: AnswerText, variants: Sequence[Mapping[str, Any]]) -> Re
     if found is None:
         return None
     parts, scan = [found[0]], JsonScan()
-    if not may_be_json(found[0], variants) or scan.over(found[0].lstrip(), 0)[1]:
+    is_json = not text.is_tiring and may_be_json(found[0], variants)
+    if not is_json or scan.over(found[0].lstrip(), 0)[1]:
         return found[0]
     while (found := (yield from text.text_until(end))) is not None:
         parts.append(found[0])

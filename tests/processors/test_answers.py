@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.processors.chat.answers import AnswerParser
+from aioengine.processors.chat.answers import MOST_IN_VAIN, AnswerParser, JsonScan
 from aioengine.processors.chat.formats import FORMATS, find_format
 
 WEATHER = {
@@ -262,6 +262,38 @@ def test_a_long_argument_is_looked_through_once(name: str, begin: str) -> None:
     for _ in range(1000):
         parser.feed("some text ")
     assert len(parser._text._text) < 100  # what is left to look through
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "head"),
+    [
+        ("hermes", "", "<tool_call>{"),
+        ("hermes", "", '<tool_call>{"name": {'),
+        ("hermes", "<tool_call><function=put>", "<parameter=x>{</parameter>"),
+        ("mistral", "", '[TOOL_CALLS][{"name": {'),
+    ],
+)
+def test_calls_without_an_end_are_looked_through_so_often(
+    monkeypatch: pytest.MonkeyPatch, name: str, first: str, head: str
+) -> None:
+    """However many there are: each could be one up to the end of the answer."""
+    num_read = 0
+    own = JsonScan.over
+
+    def counted(scan: JsonScan, text: str, start: int) -> tuple[int, bool]:
+        nonlocal num_read
+        place, is_whole = own(scan, text, start)
+        num_read += place - start
+        return place, is_whole
+
+    monkeypatch.setattr(JsonScan, "over", counted)
+    schema = {"type": "object", "properties": {"x": {"type": "object"}}}
+    tool = {"type": "function", "function": {"name": "put", "parameters": schema}}
+    text = first + 2000 * head
+    found = read(name, "", [text], [tool])
+    assert num_read < 2 * MOST_IN_VAIN + 8 * len(text)
+    if not first and name == "hermes":
+        assert found["content"] == text and not found["calls"]
 
 
 def test_no_arguments_are_an_empty_object() -> None:
