@@ -22,7 +22,6 @@ from aioengine.errors import AioEngineError, WrongLoopError, refuse_names, trace
 
 try:
     import openai
-    from pydantic import BaseModel, ValidationError
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'{error.name} is not installed: pip install "aioengine[client]"', name=error.name
@@ -67,8 +66,8 @@ class _Client(openai.AsyncOpenAI):
     """
 
     def _process_response_data(self, *, data: object, cast_to: Any, response: Any) -> Any:
-        if isclass(cast_to) and issubclass(cast_to, BaseModel):
-            with suppress(ValidationError):
+        if isclass(cast_to) and issubclass(cast_to, openai.BaseModel):
+            with suppress(ValueError):  # pydantic's ValidationError is one
                 return cast_to.model_validate(data)
         return super()._process_response_data(data=data, cast_to=cast_to, response=response)
 
