@@ -168,7 +168,7 @@ class AnswerText:
     def text_until(self, *ends: str) -> Reading:
         """Read all up to the first of `ends`, and return it, with the end; None: there is none, and
         nothing has been read."""
-        parts = []  # each looked through once, however long the text becomes
+        parts: list[str] = []  # each looked through once, however long the text becomes
         while True:
             place, end = self._find(ends)
             if self.is_over and not end:
