@@ -35,8 +35,8 @@ def bounded_stop(request: Request, limits: Limits) -> StopRule:
     num_rows = request.num_answer_rows
     if not 0 < num_rows <= stop.max_tokens:
         return stop
-    # What a grammar wants more of was cut off.
-    reason = FinishReason.LENGTH if request.awaits_tokens else FinishReason.STOP
+    # What a form wants more of was cut off.
+    reason = FinishReason.LENGTH if request.has_form else FinishReason.STOP
     return replace(stop, max_tokens=num_rows, reason_at_most=reason)
 
 

@@ -100,6 +100,8 @@ class Request:
     awaits_tokens: bool = False
     """Each token has to be known before the next step is planned (a grammar looks at it, a
     bound on reasoning, or a logits processor of the caller's own)."""
+    has_form: bool = False
+    """Its output has a form, a grammar's, of which more may be wanted than there is room for."""
     leader: Request | None = None
     """Computes the same prompt; this one waits until it has, to find the prompt in the cache."""
     followers: dict[str, Request] = field(default_factory=dict)

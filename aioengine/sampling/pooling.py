@@ -77,6 +77,7 @@ def sampled_fields(sampling: Sampling) -> dict[str, Any]:
         "sampling": sampling,
         "reads_prefix": sampling.prompt_logprobs is None,
         "awaits_tokens": sampling.awaits_tokens,
+        "has_form": sampling.constraint is not None,
     }
 
 

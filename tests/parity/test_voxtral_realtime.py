@@ -404,3 +404,6 @@ async def test_what_a_grammar_wants_more_of_was_cut_off(model: Model) -> None:
     async with engine_for(model) as engine:
         output = await engine.generate("", params, audios=model.cases[0].media["audios"])
         assert output.outputs[0].finish_reason == FinishReason.LENGTH
+        own = SamplingParams(temperature=0, max_tokens=None, logits_processors=[lambda _, row: row])
+        output = await engine.generate("", own, audios=model.cases[0].media["audios"])
+        assert output.outputs[0].finish_reason == FinishReason.STOP
