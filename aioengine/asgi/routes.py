@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
-from aioengine.asgi.api.batches import Batches, Kinds
+from aioengine.asgi.api.answers import Answer
+from aioengine.asgi.api.asks import Ask
+from aioengine.asgi.api.batches import Batches, Kinds, embedding, generating
 from aioengine.asgi.api.chat import ChatAnswer, read_chat
 from aioengine.asgi.api.completions import TextAnswer, read_completion
 from aioengine.asgi.api.embeddings import (
@@ -63,7 +66,7 @@ def token_routes(service: Service) -> list[BaseRoute]:
 
 
 def _generation_routes(service: Service) -> list[BaseRoute]:
-    kinds: Kinds = {
+    kinds: Mapping[str, tuple[Callable[[Mapping[str, Any]], Ask], type[Answer]]] = {
         "/v1/chat/completions": (read_chat, ChatAnswer),
         "/v1/completions": (read_completion, TextAnswer),
     }
@@ -73,7 +76,11 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
     }
     store = FileStore(service.max_files_bytes)
     files = Files(service, store)
-    in_batches: Kinds = {**kinds, "/v1/responses": (read_unkept, ResponseAnswer)}
+    in_batches: Kinds = {
+        **{path: (read, generating(kind)) for path, (read, kind) in kinds.items()},
+        "/v1/responses": (read_unkept, generating(ResponseAnswer)),
+        "/v1/embeddings": (read_embeddings, embedding),
+    }
     batches = Batches(service, store, in_batches)
     return [
         *(endpoint(service, p[3:], Generation(service, *k), "POST") for p, k in kinds.items()),

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -83,6 +84,10 @@ async def rows(client: AsyncOpenAI, name: str | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.text.splitlines()]
 
 
+async def sorted_rows(client: AsyncOpenAI, name: str | None) -> list[dict[str, Any]]:
+    return sorted(await rows(client, name), key=lambda row: str(row["custom_id"]))
+
+
 async def test_a_batch(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     bodies = [chat(f"number {number}", ignore_eos=True) for number in range(9)]
     bodies[3]["temperature"] = "hot"
@@ -135,6 +140,21 @@ async def test_responses(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     assert row["response"]["body"]["error"]["param"] == "previous_response_id"
 
 
+async def test_embeddings(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    bodies: list[dict[str, Any]] = [{"input": ["one", "two"]}, {"input": "three", "dimensions": 5}]
+    bodies += [{"input": []}, {"input": "a", "model": "another"}]
+    path = "/v1/embeddings"
+    batch = await ended(client, await begun(client, lines(bodies, path), path))
+    assert batch.status == "completed"
+    many, short = [row["response"] for row in await sorted_rows(client, batch.output_file_id)]
+    for text, found in zip(("one", "two"), many["body"]["data"], strict=True):
+        np.testing.assert_allclose(found["embedding"], await engine.embed(text), atol=1e-6)
+    assert len(short["body"]["data"][0]["embedding"]) == 5
+    assert many["body"]["model"] == "tiny-llava" and many["request_id"] != short["request_id"]
+    failed = [row["response"] for row in await sorted_rows(client, batch.error_file_id)]
+    assert [each["body"]["error"]["param"] for each in failed] == ["input", "model"]
+
+
 async def test_a_batch_that_is_cancelled(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     bodies = [chat("first", max_tokens=1), *(chat("x", max_tokens=300) for _ in range(40))]
     for body in bodies:
@@ -175,7 +195,7 @@ async def test_what_is_refused(client: AsyncOpenAI) -> None:
     file = await client.files.create(file=("a.jsonl", lines([chat("a")])), purpose="batch")
     good: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
     for name, value in (
-        ("endpoint", "/v1/embeddings"),
+        ("endpoint", "/v1/rerank"),
         ("completion_window", "1h"),
         ("input_file_id", None),
     ):
@@ -335,6 +355,11 @@ async def test_a_small_queue(folder: Path) -> None:
             batch = await ended(client, await begun(client, data, "/v1/completions"))
             (row,) = await rows(client, batch.output_file_id)
             assert len(row["response"]["body"]["choices"]) == 5
+            body = {"input": ["one"] * 5}
+            data = lines([body], "/v1/embeddings")
+            batch = await ended(client, await begun(client, data, "/v1/embeddings"))
+            (row,) = await rows(client, batch.output_file_id)
+            assert len(row["response"]["body"]["data"]) == 5
             batch = await begun(client, lines([chat("a", max_tokens=400, ignore_eos=True)]))
             await until(lambda: engine.statistics().running)
             waiting = asyncio.create_task(engine.generate("a", greedy(1)))

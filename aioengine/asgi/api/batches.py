@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -18,6 +19,7 @@ from starlette.types import Scope, Send
 
 from aioengine.asgi.api.answers import Answer
 from aioengine.asgi.api.asks import Ask, read_metadata, wrong
+from aioengine.asgi.api.embeddings import answer_embeddings
 from aioengine.asgi.api.fields import BATCHES, known
 from aioengine.asgi.api.files import FileStore, StoredFile
 from aioengine.asgi.client_task import JsonAnswer, long_json
@@ -27,9 +29,9 @@ from aioengine.asgi.service import Service
 from aioengine.errors import EngineError, InvalidRequestError, OverloadedError, shown
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
-from aioengine.types import Prompt, RequestOutput
+from aioengine.types import RequestOutput
 
-__all__ = ["Batches", "Kinds"]
+__all__ = ["Batches", "Kinds", "embedding", "generating"]
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
@@ -44,7 +46,8 @@ PIECE = 1 << 12
 ENDED = ("failed", "completed", "cancelled")
 
 Read = TypeVar("Read")
-Kinds = Mapping[str, tuple[Callable[[Mapping[str, Any]], Ask], type[Answer]]]
+Work = Callable[[Service, Ask], Awaitable[dict[str, Any]]]
+Kinds = Mapping[str, tuple[Callable[[Mapping[str, Any]], Ask], Work]]
 """Endpoint, as a line names it -> what reads a body, and what answers it."""
 
 
@@ -228,14 +231,16 @@ class Batches:
         self, batch: Batch, body: Mapping[str, Any], *, is_long: bool
     ) -> tuple[dict[str, Any], bool]:
         """The answer to one request, and whether it is one. Raises EngineError."""
-        read, kind = self._kinds[batch.endpoint]
+        read, work = self._kinds[batch.endpoint]
+        salted = partial(self._service.salted, batch.scope)
         try:
             ask = await self._read(read, body, is_long=is_long)
             if ask.is_streamed:
                 raise wrong("stream", "absent in a batch")
-            answer = kind(self._service.check_model(ask.model), self._service.token_texts, ask)
+            model = self._service.check_model(ask.model)
+            ask = replace(ask, model=model, prompts=tuple(map(salted, ask.prompts)))
             try:
-                whole = await self._complete(batch, ask, answer)
+                whole = await work(self._service, ask)
             except InvalidRequestError as error:
                 raise ask.in_its_words(error) from error
         except EngineError:
@@ -244,21 +249,7 @@ class Batches:
             found = api_error(error)
             forget_frames(error)
             return _response(found.status, None, found.body), False
-        return _response(200, answer.id, whole), True
-
-    async def _complete(self, batch: Batch, ask: Ask, answer: Answer) -> dict[str, Any]:
-        """The whole answer; where the queue is full each prompt waits for its turn."""
-        engine = self._service.engine
-
-        async def completed(prompt: Prompt) -> RequestOutput:
-            while True:
-                try:
-                    return await engine.generate(prompt, ask.params, priority=PRIORITY)
-                except OverloadedError:
-                    await asyncio.sleep(AGAIN_S)
-
-        prompts = [self._service.salted(batch.scope, prompt) for prompt in ask.prompts]
-        return await answer.complete(await run_together(map(completed, prompts)))
+        return _response(200, whole.get("id", f"req-{uuid4().hex}"), whole), True
 
     def _keep(self, batch: Batch) -> None:
         """Make files of the answers, as far as there is room for them."""
@@ -276,6 +267,35 @@ class Batches:
                 batch.errors.append(_error("no_room", error.message))
             else:
                 setattr(batch, name, file.id)
+
+
+def generating(kind: type[Answer]) -> Work:
+    """Make what answers the lines of an endpoint that generates."""
+
+    async def work(service: Service, ask: Ask) -> dict[str, Any]:
+        assert ask.model is not None
+        call = partial(_in_turn, service.engine.generate)
+        outputs: list[RequestOutput] = await run_together(
+            call(prompt, ask.params, priority=PRIORITY) for prompt in ask.prompts
+        )
+        return await kind(ask.model, service.token_texts, ask).complete(outputs)
+
+    return work
+
+
+async def embedding(service: Service, ask: Ask) -> dict[str, Any]:
+    """Answer a line of embeddings."""
+    call = partial(_in_turn, service.engine.embed_output, priority=PRIORITY)
+    return await answer_embeddings(ask, call)
+
+
+async def _in_turn(call: Callable[..., Awaitable[Read]], *args: Any, **options: Any) -> Read:
+    """What a call of the engine's returns, which waits where the queue is full."""
+    while True:
+        try:
+            return await call(*args, **options)
+        except OverloadedError:
+            await asyncio.sleep(AGAIN_S)
 
 
 def _check_lines(data: bytes, endpoint: str) -> tuple[list[slice], list[dict[str, Any]]]:

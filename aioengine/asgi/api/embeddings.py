@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["embed", "read_embeddings", "read_rerank", "read_score", "rerank", "score"]
+__all__ = [
+    "answer_embeddings",
+    "embed",
+    "read_embeddings",
+    "read_rerank",
+    "read_score",
+    "rerank",
+    "score",
+]
 
 MAX_INPUTS = 2048
 MANY = 4096
@@ -106,15 +114,22 @@ def _texts(values: Any, name: str) -> list[str]:
 
 async def embed(service: Service, ask: Ask) -> dict[str, Any]:
     """Answer embeddings."""
-    engine, given = service.engine, ask.fields
+    service.engine.check_room(len(ask.prompts))
+    return await answer_embeddings(ask, service.engine.embed_output)
+
+
+async def answer_embeddings(
+    ask: Ask, call: Callable[..., Awaitable[EmbeddingOutput]]
+) -> dict[str, Any]:
+    """The answer of embeddings. `call`: the engine's, or one that waits for its turn."""
+    given = ask.fields
     options = {name: given[name] for name in ("pooling", "normalize") if name in given}
-    engine.check_room(len(ask.prompts))
     turn = asyncio.Lock()
 
     async def embedded(prompt: Prompt) -> EmbeddingOutput:
         async with turn:
             await asyncio.sleep(0)  # thousands that begin at once would hold the loop
-        return await engine.embed_output(prompt, **options)
+        return await call(prompt, **options)
 
     outputs = await run_together(map(embedded, ask.prompts))
     size = given.get("dimensions")

@@ -158,7 +158,9 @@ FILES: Fields = {
 }
 BATCHES: Fields = {
     "input_file_id": done(),
-    "endpoint": done("`/v1/chat/completions`, `/v1/completions` or `/v1/responses`"),
+    "endpoint": done(
+        "`/v1/chat/completions`, `/v1/completions`, `/v1/responses` or `/v1/embeddings`"
+    ),
     "completion_window": done("`24h`; it takes as long as it takes"),
     "metadata": done("given back"),
     "output_expires_after": ignored("files stay until they are deleted, or the process ends"),
