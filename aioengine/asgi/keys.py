@@ -22,6 +22,7 @@ CacheSalt = Callable[[Scope], str | None]
 """The salt of an ASGI scope's requests; None: as for a request without one."""
 CHALLENGES = {"www-authenticate": 'Basic realm="aioengine"', "WWW-Authenticate": "Bearer"}
 """Two header lines, by the case of the letters: Chromium knows only the first of a line."""
+MAX_SHARES = 4
 KEY_NAME = "aioengine.key_name"
 """Where the scope of a request has the name of its key; "" for one without a name."""
 
@@ -49,6 +50,12 @@ class Keys:
     def are_asked_for(self) -> bool:
         """Return whether there are any."""
         return bool(self._names)
+
+    @property
+    def num_shares(self) -> int:
+        """Shares of what all owners have together, of which one owner gets one at most: as many as
+        there are owners, up to 4. A host's salts may be of any number of owners."""
+        return MAX_SHARES if self._cache_salt else max(1, min(len(self._names), MAX_SHARES))
 
     def check(self, scope: Scope) -> None:
         """Raise ApiError without a key: as a bearer token, as the password of a browser's user, or

@@ -74,7 +74,7 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
         "/messages": Generation(service, read_messages, MessagesAnswer),
         "/messages/count_tokens": Question(service, read_counted, count),
     }
-    store = FileStore(service.max_files_bytes)
+    store = FileStore(service.max_files_bytes, service.keys.num_shares)
     files = Files(service, store)
     in_batches: Kinds = {
         **{path: (read, generating(kind)) for path, (read, kind) in kinds.items()},

@@ -40,7 +40,8 @@ class ServiceOptions(TypedDict, total=False):
     max_bodies_bytes: int
     """Of all requests under way: 256 MiB, and never less than one body may have."""
     max_files_bytes: int
-    """Of all files of batches, which stay in memory: 256 MiB."""
+    """Of all files of batches, which stay in memory: 256 MiB. One of several keys has its share of
+    it, and a quarter at least."""
     body_timeout_s: float
     """For a body to arrive in: 60 s."""
     response_store: ResponseStore | None

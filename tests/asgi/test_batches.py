@@ -21,11 +21,14 @@ from aioengine import AsyncEngine
 from aioengine.asgi import openai_app
 from aioengine.asgi.api import batches, files
 from aioengine.asgi.error_responses import ApiError
+from aioengine.asgi.keys import Keys
 from tests.asgi.serving import image_part, openai_client, serving
 from tests.support.engines import greedy, running_engine, settled, until
 
 CHAT = "/v1/chat/completions"
-MAX_BYTES = 600_000
+MAX_BYTES = 1_200_000
+SHARE = MAX_BYTES // 2
+"""Of one of two keys."""
 KEYS = {"ann": "key-a", "bob": "key-b"}
 
 
@@ -210,7 +213,7 @@ async def test_what_is_refused(client: AsyncOpenAI) -> None:
         await client.files.create(file=("a.jsonl", b"x"), purpose="vision")
     assert caught.value.param == "purpose"
     with pytest.raises(openai.APIStatusError) as large:
-        await client.files.create(file=("a.jsonl", b"x" * (MAX_BYTES - 100)), purpose="batch")
+        await client.files.create(file=("a.jsonl", b"x" * (SHARE - 100)), purpose="batch")
     assert large.value.status_code == 413 and "delete some" in large.value.message
 
 
@@ -238,7 +241,7 @@ async def test_answers_without_room_are_said_to_be_lost(
     engine: AsyncEngine, client: AsyncOpenAI
 ) -> None:
     data = lines([chat("a", max_tokens=1)])
-    padding = b" " * (MAX_BYTES - len(data) - 50)
+    padding = b" " * (SHARE - len(data) - 50)
     batch = await ended(client, await begun(client, data + padding))
     assert batch.status == "failed" and batch.output_file_id is None
     assert batch.errors is not None and batch.errors.data
@@ -248,7 +251,7 @@ async def test_answers_without_room_are_said_to_be_lost(
 async def test_files_without_bytes_are_bounded_too(
     monkeypatch: pytest.MonkeyPatch, client: AsyncOpenAI
 ) -> None:
-    monkeypatch.setattr(files, "MAX_FILES", 2)
+    monkeypatch.setattr(files, "MAX_FILES", 4)
     kept = [await client.files.create(file=("a", b""), purpose="batch") for _ in range(2)]
     with pytest.raises(openai.APIStatusError) as many:
         await client.files.create(file=("a", b""), purpose="batch")
@@ -258,7 +261,7 @@ async def test_files_without_bytes_are_bounded_too(
 
 
 async def test_a_deleted_file_counts_until_its_batch_has_ended(client: AsyncOpenAI) -> None:
-    padding = b" " * (MAX_BYTES // 2)
+    padding = b" " * (SHARE // 2)
     data = lines([chat("a", max_tokens=400, ignore_eos=True)]) + padding
     batch = await begun(client, data)
     await client.files.delete(batch.input_file_id)
@@ -272,18 +275,18 @@ async def test_a_deleted_file_counts_until_its_batch_has_ended(client: AsyncOpen
 
 async def test_answers_count_as_they_come_and_once() -> None:
     store = files.FileStore(100)
-    store.reserve(60)
+    store.reserve("", 60)
     with pytest.raises(ApiError):
-        store.reserve(41)
+        store.reserve("", 41)
     held = files.StoredFile(owner="", name="a", purpose="batch", data=b"x" * 40)
     store.add(held)
     with store.reading(held) as data, store.reading(held):
-        assert data == held.data and store.num_bytes == 100
+        assert data == held.data and store.num_bytes() == 100
         store.remove("", held.id)
-        assert store.num_bytes == 100
-    assert store.num_bytes == 60
-    store.reserve(-60)
-    assert store.num_bytes == 0
+        assert store.num_bytes() == 100
+    assert store.num_bytes() == 60
+    store.reserve("", -60)
+    assert store.num_bytes() == 0
 
 
 async def test_deleting_the_answers_lets_go_of_them(
@@ -296,9 +299,9 @@ async def test_deleting_the_answers_lets_go_of_them(
     )
     batch = await ended(client, await begun(client, lines([chat("a", max_tokens=1)])))
     for name in (batch.input_file_id, batch.output_file_id or ""):
-        assert stores[0].num_bytes > 0
+        assert stores[0].num_bytes() > 0
         await client.files.delete(name)
-    assert stores[0].num_bytes == 0
+    assert stores[0].num_bytes() == 0
     counts = (await client.batches.retrieve(batch.id)).request_counts
     assert counts is not None and counts.completed == 1
     gc.collect()
@@ -310,11 +313,52 @@ async def test_deleting_the_answers_lets_go_of_them(
 
 
 async def test_batches_are_few(monkeypatch: pytest.MonkeyPatch, client: AsyncOpenAI) -> None:
-    monkeypatch.setattr(batches, "MAX_BATCHES", 2)
+    monkeypatch.setattr(batches, "MAX_BATCHES", 4)
     data = lines([chat("a", max_tokens=1)])
     found = [await ended(client, await begun(client, data)) for _ in range(3)]
     kept = [each.id async for each in client.batches.list()]
     assert kept == [found[2].id, found[1].id]
+
+
+async def test_no_key_takes_the_room_of_another(
+    monkeypatch: pytest.MonkeyPatch, url: str, client: AsyncOpenAI
+) -> None:
+    monkeypatch.setattr(files, "MAX_FILES", 8)
+    monkeypatch.setattr(batches, "MAX_BATCHES", 4)
+    large = b"x" * (SHARE - 50_000)
+    endless = lines([chat("a", max_tokens=400, ignore_eos=True)])
+    async with openai_client(url, api_key=KEYS["bob"]) as other:
+        for each in (client, other):
+            file = await each.files.create(file=("a", large), purpose="batch")
+            with pytest.raises(openai.APIStatusError, match=f"your files may have {SHARE} bytes"):
+                await each.files.create(file=("a", large), purpose="batch")
+            await each.files.delete(file.id)
+            running = [await begun(each, endless) for _ in range(2)]
+            with pytest.raises(openai.RateLimitError, match="2 of your batches are under way"):
+                await begun(each, endless)
+            await each.files.create(file=("a", b""), purpose="batch")
+            with pytest.raises(openai.APIStatusError, match="there may be 4 of your files"):
+                await each.files.create(file=("a", b""), purpose="batch")
+        for each in (client, other):
+            kept = [batch async for batch in each.batches.list()]
+            for batch in kept:
+                await each.batches.cancel(batch.id)
+            assert {(await ended(each, batch)).status for batch in kept} == {"cancelled"}
+            assert len(kept) == len(running)
+
+
+@pytest.mark.parametrize(
+    ("given", "salt", "shares"),
+    [
+        (None, None, 1),
+        ("a", None, 1),
+        (["a", "b", "c"], None, 3),
+        ([*"abcdefgh"], None, 4),
+        (None, lambda _: "tenant", 4),
+    ],
+)
+def test_shares_of_a_key(given: Any, salt: Any, shares: int) -> None:
+    assert Keys(given, salt).num_shares == shares
 
 
 def test_lines_of_a_file_are_looked_for_no_further_than_there_may_be(

@@ -37,7 +37,7 @@ MAX_LINES = 50_000
 MAX_ERRORS = 100
 """Of one batch that its object lists."""
 MAX_BATCHES = 256
-"""Kept; the oldest that has ended goes first."""
+"""Kept, of all owners together; the oldest that has ended goes first."""
 PRIORITY = 1
 """Requests of people, who wait, have 0 and go first."""
 AGAIN_S = 1.0
@@ -121,7 +121,7 @@ class Batches:
             raise wrong("input_file_id", "the id of a file")
         owner = self._service.keys.owner(scope)
         file = self._store.get(owner, name)
-        self._make_room()
+        self._make_room(owner)
         batch = Batch(scope=scope, owner=owner, endpoint=endpoint, file=name, metadata=metadata)
         self._batches[batch.id] = batch
         batch.task = asyncio.create_task(self._run(batch, file))
@@ -154,12 +154,19 @@ class Batches:
             raise ApiError(404, f"there is no batch {shown(name)}", code="not_found")
         return found
 
-    def _make_room(self) -> None:
-        if len(self._batches) < MAX_BATCHES:
+    def _make_room(self, owner: str) -> None:
+        """Forget a batch that has ended, the owner's own before others', where there are as many as
+        there may be. Raises ApiError where none has."""
+        own = [each for each in self._batches.values() if each.owner == owner]
+        share = MAX_BATCHES // self._service.keys.num_shares
+        is_full = len(self._batches) >= MAX_BATCHES
+        if len(own) < share and not is_full:
             return
-        ended = next((each for each in self._batches.values() if each.status in ENDED), None)
+        candidates = own if len(own) >= share else [*own, *self._batches.values()]
+        ended = next((each for each in candidates if each.status in ENDED), None)
         if ended is None:
-            raise api_error(OverloadedError(f"{MAX_BATCHES} batches are under way; try later"))
+            counted = f"{share} of your batches" if len(own) >= share else f"{MAX_BATCHES} batches"
+            raise api_error(OverloadedError(f"{counted} are under way; try later"))
         del self._batches[ended.id]
 
     # ---- one batch
@@ -203,7 +210,7 @@ class Batches:
                 "error": None,
             }
             text = await run_apart(long_json, answer) + b"\n"
-            self._reserve(text)
+            self._reserve(batch.owner, text)
             if ended_well:
                 batch.num_answers += 1
                 batch.answers.append(text)
@@ -211,10 +218,10 @@ class Batches:
                 batch.num_failures += 1
                 batch.failures.append(text)
 
-    def _reserve(self, line: bytes) -> None:
+    def _reserve(self, owner: str, line: bytes) -> None:
         """Count a line of a file that is to be. Raises ApiError where there is no room for it."""
         try:
-            self._store.reserve(len(line))
+            self._store.reserve(owner, len(line))
         except ApiError as error:
             error.code = "no_room"
             raise
@@ -257,7 +264,7 @@ class Batches:
             if not lines:
                 continue
             data = b"".join(lines)
-            self._store.reserve(-len(data))
+            self._store.reserve(batch.owner, -len(data))
             lines.clear()
             filename = f"{batch.id}_{name}.jsonl"
             file = StoredFile(owner=batch.owner, name=filename, purpose="batch_output", data=data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,38 +54,38 @@ class StoredFile:
 
 
 class FileStore:
-    """Files of `max_bytes` together at most, each its owner's.
+    """Files of `max_bytes` together at most, each its owner's. One owner has one of `num_shares`
+    equal shares of the bytes, and of the files that there may be, at most.
 
     What a batch reads counts until it is read, also where the file is deleted before; and what it
     writes counts before it is a file.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, num_shares: int = 1) -> None:
         self._max_bytes = max_bytes
+        self._num_shares = num_shares
         self._files: dict[str, StoredFile] = {}
         self._read: list[StoredFile] = []
         """Files that batches read, each once a batch."""
-        self._num_reserved = 0
+        self._reserved: Counter[str] = Counter()
+        """Owner -> bytes of files that are to be."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files, and of those that are to be."""
-        held = {each.id: len(each.data) for each in (*self._files.values(), *self._read)}
-        return sum(held.values()) + self._num_reserved
+    def num_bytes(self, owner: str | None = None) -> int:
+        """Bytes of the files of an owner, and of those that are to be; None: of all owners."""
+        found = {each.id: each for each in (*self._files.values(), *self._read)}.values()
+        held = sum(len(each.data) for each in found if owner in (None, each.owner))
+        return held + (self._reserved.total() if owner is None else self._reserved[owner])
 
     def add(self, file: StoredFile) -> None:
         """Keep a file. Raises ApiError where there is no room for it."""
-        if len(self._files) >= MAX_FILES:
-            message = f"there may be {MAX_FILES} files; delete some"
-            raise ApiError(413, message, parameter="file", code="request_too_large")
-        self._check_room(len(file.data))
+        self._check_room(file.owner, len(file.data), num_files=1)
         self._files[file.id] = file
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, owner: str, num_bytes: int) -> None:
         """Count bytes of a file that is to be; less than none to let go of them. Raises as `add`
         does."""
-        self._check_room(num_bytes)
-        self._num_reserved += num_bytes
+        self._check_room(owner, num_bytes)
+        self._reserved[owner] += num_bytes
 
     @contextmanager
     def reading(self, file: StoredFile) -> Iterator[bytes]:
@@ -95,9 +96,17 @@ class FileStore:
         finally:
             self._read.remove(file)
 
-    def _check_room(self, num_bytes: int) -> None:
-        if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
-            message = f"all files may have {self._max_bytes} bytes together; delete some"
+    def _check_room(self, owner: str, num_bytes: int, num_files: int = 0) -> None:
+        limits = (("your", owner, self._num_shares), ("all", None, 1))
+        for whose, name, parts in limits[self._num_shares == 1 :]:
+            most, most_bytes = MAX_FILES // parts, self._max_bytes // parts
+            num_own = sum(1 for each in self._files.values() if name in (None, each.owner))
+            if num_files and num_own >= most:
+                message = f"there may be {most} of {whose} files; delete some"
+            elif num_bytes > 0 and self.num_bytes(name) + num_bytes > most_bytes:
+                message = f"{whose} files may have {most_bytes} bytes together; delete some"
+            else:
+                continue
             raise ApiError(413, message, parameter="file", code="request_too_large")
 
     def get(self, owner: str, name: str) -> StoredFile:
