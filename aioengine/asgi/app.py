@@ -75,7 +75,7 @@ def _application(
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # to a slash that is taken again
-    app.state.bodies = service.budget
+    app.state.bodies, app.state.batches = service.budget, service.batches
     return app
 
 

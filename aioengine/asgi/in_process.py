@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
 from inspect import isclass, signature
@@ -52,7 +52,8 @@ def openai_client(
     """
     known = signature(openai.AsyncOpenAI).parameters.keys() - set(OWN)
     refuse_names("openai_client() has no option {}", options, known)
-    http_client = InProcessClient(engine, client_app(engine, model_names=model_names))
+    app = client_app(engine, model_names=model_names)
+    http_client = InProcessClient(engine, app, app.state.batches)
     given = {"api_key": "none", **options}
     client = _Client(base_url=URL, http_client=http_client, **given)
     _ = client.chat.completions  # which is imported when it is first used
@@ -75,9 +76,12 @@ class _Client(openai.AsyncOpenAI):
 class InProcessClient(openai.DefaultAsyncHttpxClient):
     """HTTP client of the `openai` package's kind, whose requests an app of the engine's answers."""
 
-    def __init__(self, engine: AsyncEngine, app: ASGIApp) -> None:
+    def __init__(
+        self, engine: AsyncEngine, app: ASGIApp, work: Collection[asyncio.Future[None]] = ()
+    ) -> None:
+        """`work`: of the app's, beside its requests; it ends with the client."""
         library = import_module(InProcessClient.__mro__[2].__module__.partition(".")[0])
-        transport: Any = _Transport(app, library)
+        transport: Any = _Transport(app, library, work)
         # No proxies and no passwords of the environment's: nothing leaves the process.
         super().__init__(transport=transport, trust_env=False)
         self._engine = engine
@@ -206,8 +210,11 @@ class _Body:
 class _Transport:
     """Transport of a client's requests to an app of the engine's."""
 
-    def __init__(self, app: ASGIApp, library: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, library: Any, work: Collection[asyncio.Future[None]] = ()
+    ) -> None:
         self._app = app
+        self._work = work
         self._library = library
         # The library knows its streams by their class.
         self._body_class = type("_Body", (_Body, library.AsyncByteStream), {})
@@ -238,6 +245,10 @@ class _Transport:
         """End all that is under way."""
         for exchange in tuple(self._live):
             await exchange.leave()
+        for each in (ending := tuple(self._work)):
+            each.cancel()
+        if ending:
+            await asyncio.wait(ending)
 
 
 def _scope(request: Any) -> dict[str, Any]:

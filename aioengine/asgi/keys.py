@@ -14,7 +14,7 @@ from starlette.types import Scope
 from aioengine.asgi.error_responses import ApiError
 from aioengine.errors import require
 
-__all__ = ["KEY_NAME", "ApiKeys", "CacheSalt", "Keys"]
+__all__ = ["KEY_NAME", "ApiKeys", "CacheSalt", "Keys", "Salter"]
 
 ApiKeys = str | Sequence[str] | Mapping[str, str] | None
 """One key, several, or several by the names of their owners; None: no key is asked for."""
@@ -22,6 +22,8 @@ CacheSalt = Callable[[Scope], str | None]
 """The salt of an ASGI scope's requests; None: as for a request without one."""
 CHALLENGES = {"www-authenticate": 'Basic realm="aioengine"', "WWW-Authenticate": "Bearer"}
 """Two header lines, by the case of the letters: Chromium knows only the first of a line."""
+Salter = Callable[[str | None], str | None]
+"""From the salt that a request gives itself to the one that it has."""
 MAX_SHARES = 4
 KEY_NAME = "aioengine.key_name"
 """Where the scope of a request has the name of its key; "" for one without a name."""
@@ -87,20 +89,17 @@ class Keys:
         hosts = None if self._cache_salt is None else self._cache_salt(scope)
         return json.dumps([key, hosts])
 
-    def salt(self, scope: Scope, own: str | None) -> str | None:
-        """The cache salt of a request whose own field says `own`.
-
-        That is combined with the host's, or else with one of the key, and can only narrow what is
-        shared.
-        """
+    def salter(self, scope: Scope) -> Salter:
+        """Make what narrows a request's own salt by that of whoever asks: the host's for the scope,
+        or else one of the key. Holds nothing of the scope."""
         if self._cache_salt is not None:
             hosts = self._cache_salt(scope)
         elif self._names:
             # Of the digest, so that nothing which keeps or shows the salt has the key.
             hosts = _digest(b"aioengine cache salt" + self._given(scope)).hex()
         else:
-            return own
-        return None if hosts is None and own is None else json.dumps([hosts, own])
+            return lambda own: own
+        return lambda own: None if hosts is None and own is None else json.dumps([hosts, own])
 
     def _given(self, scope: Scope) -> bytes:
         headers = Headers(scope=scope)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TypedDict
@@ -82,6 +83,8 @@ class Service:
         self.max_body_bytes = max_body_bytes
         self.max_files_bytes = max_files_bytes
         self.response_store = response_store
+        self.batches: set[asyncio.Task[None]] = set()
+        """Those under way, which live longer than the requests that made them."""
         self._body_timeout_s = body_timeout_s
 
     @cached_property
@@ -105,5 +108,14 @@ class Service:
 
     def salted(self, scope: Scope, prompt: Prompt) -> Prompt:
         """The prompt with the cache salt of whoever asks."""
-        salt = self.keys.salt(scope, prompt.cache_salt)
-        return prompt if salt == prompt.cache_salt else replace(prompt, cache_salt=salt)
+        return self.salter(scope)(prompt)
+
+    def salter(self, scope: Scope) -> Callable[[Prompt], Prompt]:
+        """Make what gives prompts that cache salt. Holds nothing of the scope."""
+        salt_of = self.keys.salter(scope)
+
+        def salted(prompt: Prompt) -> Prompt:
+            salt = salt_of(prompt.cache_salt)
+            return prompt if salt == prompt.cache_salt else replace(prompt, cache_salt=salt)
+
+        return salted

@@ -39,7 +39,7 @@ async def serving(app: Any, *, send_buffer: int = 0, **options: Any) -> AsyncIte
 
     `send_buffer`: bytes that the system takes for a client who does not read; 0: as ever.
     """
-    config = uvicorn.Config(app, log_level="warning", lifespan="auto", **options)
+    config = uvicorn.Config(app, log_level="warning", **{"lifespan": "auto", **options})
     server = GuestServer(config)
     with closing(free_socket()) as bound:
         if send_buffer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,39 @@ async def test_no_key_takes_the_room_of_another(
 )
 def test_shares_of_a_key(given: Any, salt: Any, shares: int) -> None:
     assert Keys(given, salt).num_shares == shares
+
+
+async def test_a_batch_of_a_client_in_this_process_ends_with_it(engine: AsyncEngine) -> None:
+    client = engine.openai_client()
+    batch = await begun(client, lines([chat("a", max_tokens=400, ignore_eos=True)] * 2))
+    await until(lambda: engine.statistics().running)
+    assert batch.status != "failed"
+    await client.close()
+    await settled(engine)
+    assert engine.statistics().finished == 0
+
+
+async def test_a_batch_holds_nothing_of_its_request(engine: AsyncEngine) -> None:
+    """A host may put anything into the scope."""
+
+    class Probe:
+        pass
+
+    probes: weakref.WeakSet[Probe] = weakref.WeakSet()
+    app = Starlette(routes=[Mount("/v1", openai_app(engine, cache_salt=lambda _: "tenant"))])
+
+    async def host(scope: Any, receive: Any, send: Any) -> None:
+        probe = Probe()
+        probes.add(probe)
+        await app({**scope, "probe": probe}, receive, send)
+
+    async with serving(host, lifespan="off") as url, openai_client(url) as client:
+        batch = await begun(client, lines([chat("a", max_tokens=400, ignore_eos=True)]))
+        await until(lambda: engine.statistics().running)
+        gc.collect()
+        assert not probes and engine.statistics().running
+        await client.batches.cancel(batch.id)
+        assert (await ended(client, batch)).status == "cancelled"
 
 
 def test_lines_of_a_file_are_looked_for_no_further_than_there_may_be(

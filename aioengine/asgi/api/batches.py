@@ -29,7 +29,7 @@ from aioengine.asgi.service import Service
 from aioengine.errors import EngineError, InvalidRequestError, OverloadedError, shown
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
-from aioengine.types import RequestOutput
+from aioengine.types import Prompt, RequestOutput
 
 __all__ = ["Batches", "Kinds", "embedding", "generating"]
 
@@ -54,10 +54,10 @@ Kinds = Mapping[str, tuple[Callable[[Mapping[str, Any]], Ask], Work]]
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """A batch. `answers`, `failures`: lines of the files that it ends with, until it does; `times`:
-    status -> when it came to that."""
+    status -> when it came to that; `salted`: gives prompts the cache salt of the owner."""
 
-    scope: Scope
     owner: str
+    salted: Callable[[Prompt], Prompt]
     endpoint: str
     file: str
     metadata: Mapping[str, str] | None
@@ -122,9 +122,17 @@ class Batches:
         owner = self._service.keys.owner(scope)
         file = self._store.get(owner, name)
         self._make_room(owner)
-        batch = Batch(scope=scope, owner=owner, endpoint=endpoint, file=name, metadata=metadata)
+        batch = Batch(
+            owner=owner,
+            salted=self._service.salter(scope),
+            endpoint=endpoint,
+            file=name,
+            metadata=metadata,
+        )
         self._batches[batch.id] = batch
         batch.task = asyncio.create_task(self._run(batch, file))
+        self._service.batches.add(batch.task)
+        batch.task.add_done_callback(self._service.batches.discard)
         await asyncio.sleep(0)  # it has to have begun, to end well where it is cancelled
         await JsonAnswer(batch.to_dict())(scope, receive, send)
 
@@ -239,13 +247,12 @@ class Batches:
     ) -> tuple[dict[str, Any], bool]:
         """The answer to one request, and whether it is one. Raises EngineError."""
         read, work = self._kinds[batch.endpoint]
-        salted = partial(self._service.salted, batch.scope)
         try:
             ask = await self._read(read, body, is_long=is_long)
             if ask.is_streamed:
                 raise wrong("stream", "absent in a batch")
             model = self._service.check_model(ask.model)
-            ask = replace(ask, model=model, prompts=tuple(map(salted, ask.prompts)))
+            ask = replace(ask, model=model, prompts=tuple(map(batch.salted, ask.prompts)))
             try:
                 whole = await work(self._service, ask)
             except InvalidRequestError as error:
