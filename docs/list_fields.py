@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from aioengine.asgi.api.fields import TABLES, Field, done
+from aioengine.asgi.api.fields import Field, done
+from aioengine.asgi.api.openapi import TABLES
 
 PAGE = Path(__file__).resolve().parent / "serving.md"
 MARK = "<!-- From here on: docs/list_fields.py -->\n"

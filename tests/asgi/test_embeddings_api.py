@@ -156,6 +156,8 @@ async def test_scores_of_a_classifier(tmp_path: Path) -> None:
         ("rerank", {"query": "a", "documents": []}, "documents"),
         ("rerank", {"query": "a", "documents": ["b", 3]}, "documents[1]"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("rerank", {"query": "a", "documents": ["b", {"text": "c", "title": "d"}]},
+         "documents[1].title"),
     ],
 )  # fmt: skip
 async def test_what_is_refused(

@@ -376,13 +376,55 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages must be"),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
-    ({"messages": [{**HELLO[0], "name": "a"}]}, "'name' is not a field of a message"),
+    ({"messages": [{**HELLO[0], "name": "a"}]}, "'name' is not a field of messages[0]"),
     ({"messages": [user(7)]}, "messages[0].content[0] must be"),
     ({"messages": [user({"type": "document"})]}, "document, which is not supported: give"),
     ({"messages": [user({"type": "tool_use"})]}, "messages[0].content[0] has the type"),
     ({"messages": [user({"type": "text", "text": 7})]}, "messages[0].content[0].text"),
     ({"messages": [user({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id"),
     ({"messages": [user(MINE)]}, "messages[0].content[0].source must be"),
+    (
+        {"messages": [user(text("a"), {**text("b"), "foo": 1})]},
+        "'foo' is not a field of messages[0].content[1]",
+    ),
+    ({"messages": [user({**text("b"), "citations": [{}]})]}, "content[0].citations is not supp"),
+    ({"messages": [user({**MINE, "detail": 1})]}, "'detail' is not a field of messages[0].conte"),
+    (
+        {"messages": [user({**MINE, "source": {"type": "url", "url": "a", "x": 1}})]},
+        "'x' is not a field of messages[0].content[0].source",
+    ),
+    (
+        {"messages": [user({"type": "tool_result", "tool_use_id": "a", "isError": True})]},
+        "'isError' is not a field of messages[0].content[0]; did you mean 'is_error'?",
+    ),
+    (
+        {
+            "messages": [
+                user(
+                    {"type": "tool_result", "tool_use_id": "a", "content": [{**text("a"), "x": 1}]}
+                )
+            ]
+        },
+        "'x' is not a field of messages[0].content[0].content[0]",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_use", "name": "a", "id": "b", "caller": {"type": "code"}}
+                    ],
+                },
+                *HELLO,
+            ]
+        },
+        "messages[0].content[0].caller is not supported",
+    ),
+    ({"tools": [{**WEATHER, "parameters": {}}]}, "'parameters' is not a field of tools[0]"),
+    ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
+    ({"tool_choice": {"type": "auto", "names": []}}, "'names' is not a field of tool_choice"),
+    ({"thinking": {"type": "disabled", "budget": 1}}, "'budget' is not a field of thinking"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "an answer begins anew"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] has the type 'bash_2025"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema must be"),
@@ -404,6 +446,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream must be true or false"),
     ({"system": 7}, "system must be text"),
 ]
+
+
+def test_hints_change_nothing() -> None:
+    """Those that are only for Anthropic's own, and what an earlier answer had."""
+    hint = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text("b")]}
+    plain = [user(text("a")), {"role": "assistant", "content": [call]}, user(result)]
+    hinted = [
+        user({**text("a"), **hint, "citations": None}),
+        {"role": "assistant", "content": [{**call, **hint, "caller": {"type": "direct"}}]},
+        user({**result, "content": [{**text("b"), **hint}], "toolset_name": None}),
+    ]
+    tool = {**WEATHER, **hint, "defer_loading": False, "type": "custom", "input_examples": []}
+    found = read_messages({**ASK, "messages": hinted, "tools": [tool]})
+    assert found.prompts == read_messages({**ASK, "messages": plain, "tools": [WEATHER]}).prompts
 
 
 async def test_bad_requests(client: httpx.AsyncClient) -> None:

@@ -129,6 +129,7 @@ def test_items_behind_others() -> None:
 
 
 IMAGE = {"type": "input_image", "image_url": "https://a.example/x.png"}
+SOUND = {"type": "input_audio", "input_audio": {"x": 1}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": 3}, "input"),
@@ -138,7 +139,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "other", "content": "a"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
-    ({"input": [{"role": "user", "content": "a", "name": "b"}]}, "input[0]"),
+    ({"input": [{"role": "user", "content": "a", "name": "b"}]}, "input[0].name"),
+    ({"input": [{"role": "user", "content": "a", "flag": False}]}, "input[0].flag"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "x": 1}]}]},
+        "input[0].content[0].x",
+    ),
+    (
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_audio", "input_audio": {"x": 1}}]}
+            ]
+        },
+        "input[0].content[0].input_audio.x",
+    ),
+    ({"text": {"format": {"type": "json_object", "schema2": {}}}}, "text.format.schema2"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
         "input[0].content[0].type",

@@ -158,6 +158,9 @@ async def test_tools_that_have_to_be_called(client: AsyncOpenAI) -> None:
         assert calls and {call.function.name for call in calls if call.type == "function"} <= names
 
 
+CALLED = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
 def _allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
     named = [{"type": "function", "function": {"name": t["function"]["name"]}} for t in tools]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
@@ -223,12 +226,45 @@ async def test_reasoning_effort_reaches_the_template(
         ({"messages": [*ASKED, {"role": "user", "content": "x", "tool_calls": [3]}]},
          "messages[1].tool_calls"),
         ({"messages": [*ASKED, {"role": "assistant", "audio": {"id": "a"}}]}, "messages[1]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+         "messages[0].content[0].x"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "data:,", "x": 1}}]}]},
+         "messages[0].content[0].image_url.x"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": "data:,", "min_pixels": 1}]}]},
+         "messages[0].content[0].min_pixels"),
+        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [{**CALLED, "x": 1}]}]},
+         "messages[1].tool_calls[0].x"),
+        ({"tools": [{**WEATHER, "x": 1}]}, "tools[0].x"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]},
+         "tools[0].function.x"),
+        ({"tools": [{"name": "a", "x": 1}]}, "tools[0].x"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "x": 1}}, "tool_choice.x"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+         "response_format.json_schema.x"),
     ],
 )  # fmt: skip
 async def test_what_is_refused(client: AsyncOpenAI, options: Any, parameter: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(**{"model": MODEL, "messages": ASKED, **options})
     assert caught.value.param == parameter
+
+
+def test_hints_change_nothing() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    part, call = {"type": "text", "text": "a"}, {**CALLED, "index": 0}
+    talk: list[Any] = [
+        {"role": "user", "content": [{**part, **hint}]},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    plain: list[Any] = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "tool_calls": [CALLED]},
+    ]
+    found = read_chat({"messages": talk, "tools": [{**WEATHER, **hint}]})
+    assert found.prompts == read_chat({"messages": plain, "tools": [WEATHER]}).prompts
 
 
 def test_tools_of_the_wrong_kind_are_left_to_the_reader() -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from aioengine import AsyncEngine, SamplingParams, StructuredOutputs
-from aioengine.asgi.api.fields import TABLES, known
+from aioengine.asgi.api.fields import known
+from aioengine.asgi.api.openapi import TABLES
 from aioengine.cli import batch_lines
 from aioengine.errors import InvalidRequestError
 from aioengine.instruments import PROCESSORS

@@ -10,12 +10,21 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from aioengine.asgi.api.asks import flag, prompt_options, wrong
-from aioengine.asgi.api.chat import MAX_MESSAGES, MAX_PARTS
-from aioengine.asgi.api.fields import BLOCKS, Handling
-from aioengine.errors import InvalidRequestError, refuse_names, shown
+from aioengine.asgi.api.chat import FUNCTION, MAX_MESSAGES, MAX_PARTS
+from aioengine.asgi.api.fields import (
+    BLOCKS,
+    CACHED,
+    Fields,
+    Handling,
+    done,
+    ignored,
+    known,
+    refused,
+)
+from aioengine.errors import InvalidRequestError, shown
 from aioengine.types import Prompt
 
-__all__ = ["read_prompt"]
+__all__ = ["BLOCK_FIELDS", "TOOL", "read_prompt"]
 
 KINDS = {
     "system": ("text",),
@@ -24,6 +33,45 @@ KINDS = {
     "tool": ("text", "image"),
 }
 """Types of blocks by the role of the message that has them; the last is a tool's result."""
+BLOCK: Fields = {"type": done(), "cache_control": CACHED}
+TOOLSET = refused("there are no sets of tools")
+BLOCK_FIELDS: Mapping[str, Fields] = {
+    "text": {**BLOCK, "text": done(), "citations": refused("no documents are cited", [])},
+    "image": {**BLOCK, "source": done(), "transformations": refused("images stay as they are")},
+    "tool_use": {
+        **BLOCK,
+        **dict.fromkeys(("id", "name", "input"), done()),
+        "caller": refused("calls are the model's own", {"type": "direct"}),
+        "toolset_name": TOOLSET,
+    },
+    "tool_result": {
+        **BLOCK,
+        **dict.fromkeys(("tool_use_id", "content", "is_error"), done()),
+        "toolset_name": TOOLSET,
+    },
+    "thinking": {**BLOCK, "thinking": done(), "signature": ignored("none is asked for")},
+    "redacted_thinking": {**BLOCK, "data": ignored("nobody here can read it")},
+}
+"""Type of a block -> its fields."""
+SOURCE: Fields = {
+    "type": done("`base64` or `url`"),
+    "data": done(),
+    "url": done(),
+    "media_type": ignored("an image's first bytes tell"),
+}
+"""Of an image's block."""
+TOOL: Fields = {
+    "type": done("`custom`"),
+    **dict.fromkeys(("name", "description", "input_schema"), done()),
+    "strict": FUNCTION["strict"],
+    "eager_input_streaming": done("gives arguments as they are written"),
+    "cache_control": CACHED,
+    "defer_loading": refused("the model sees all tools", False),
+    "allowed_callers": refused("only the model calls tools", ["direct"]),
+    "input_examples": refused("put them into description", []),
+}
+MESSAGE = {"role": done(), "content": done()}
+CHOICE = dict.fromkeys(("type", "name", "disable_parallel_tool_use"), done())
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 PREFILL = "an answer begins anew; end with a user's message"
 
@@ -51,7 +99,7 @@ def read_prompt(given: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Promp
         place = f"messages[{index}]"
         if not isinstance(message, dict):
             raise wrong(place, "an object with role and content")
-        refuse_names("{} is not a field of a message", message, ("role", "content"))
+        message = known(message, MESSAGE, f"{place}.")
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise wrong(f"{place}.role", "user, assistant or system")
@@ -164,7 +212,7 @@ def _read_blocks(content: Any, role: str, place: str) -> list[Block]:
         if kind not in KINDS[role]:
             text = f"{path} has the type {shown(kind, 40)}; supported: {', '.join(KINDS[role])}"
             raise InvalidRequestError(text, parameter=path)
-        blocks.append(Block(kind, value, path))
+        blocks.append(Block(kind, known(value, BLOCK_FIELDS[kind], f"{path}."), path))
     return blocks
 
 
@@ -185,6 +233,7 @@ def _image(block: Block) -> dict[str, Any]:
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in ("base64", "url"):
         raise wrong(place, "an object of type base64 or url; no files are kept here")
+    source = known(source, SOURCE, f"{place}.")
     item = source.get("data" if kind == "base64" else "url")
     if not isinstance(item, str | bytes):
         raise wrong(f"{place}.{'data' if kind == 'base64' else 'url'}", "text")
@@ -213,12 +262,11 @@ def _read_tools(tools: Any, places: dict[str, str]) -> list[dict[str, Any]]:
             text = f"{path} has the type {shown(kind, 40)}, a tool of Anthropic's own, which is not"
             text += " supported; describe one of yours by a name and an input_schema"
             raise InvalidRequestError(text, parameter=path)
+        tool = known(tool, TOOL, f"{path}.")
         if not isinstance(tool.get("input_schema"), dict):
             raise wrong(f"{path}.input_schema", "a JSON schema")
         function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
-        function |= {
-            name: tool[name] for name in ("description", "strict") if tool.get(name) is not None
-        }
+        function |= {name: tool[name] for name in ("description", "strict") if name in tool}
         read.append({"type": "function", "function": function})
         places[f"{path}.function"] = path
         places[f"{path}.function.parameters"] = f"{path}.input_schema"
@@ -228,6 +276,8 @@ def _read_tools(tools: Any, places: dict[str, str]) -> list[dict[str, Any]]:
 def _read_choice(choice: Any) -> Any:
     if choice is None:
         return None
+    if isinstance(choice, dict):
+        choice = known(choice, CHOICE, "tool_choice.")
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"name": choice["name"]}

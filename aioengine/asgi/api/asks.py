@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.asgi.api.fields import SAMPLING
+from aioengine.asgi.api.fields import SAMPLING, Fields, done, ignored, known
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
 from aioengine.types import Prompt
 
 __all__ = [
+    "FORMAT",
+    "SCHEMA",
     "Ask",
     "flag",
     "in_words",
@@ -30,6 +32,16 @@ MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 """Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
 STRUCTURES = tuple(StructuredOutputs.__dataclass_fields__)
+FORMAT: Fields = {
+    "type": done("`text`, `json_object`, `json_schema`"),
+    "json_schema": done(),
+}
+SCHEMA: Fields = {
+    "schema": done(),
+    "name": ignored("the model does not see it"),
+    "description": ignored("the model does not see it"),
+    "strict": ignored("the schema is always followed"),
+}
 TOKEN_ID = re.compile("[0-9]{1,10}")
 ALIASES = {
     "structured_outputs": "response_format",
@@ -126,6 +138,8 @@ def read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
         return StructuredOutputs(**own)
     if wanted is None:
         return None
+    if isinstance(wanted, dict):
+        wanted = known(wanted, FORMAT, "response_format.")
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     if kind == "text":
         return None
@@ -133,6 +147,7 @@ def read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True)
     described = wanted.get("json_schema") if kind == "json_schema" else None
     if isinstance(described, dict) and isinstance(described.get("schema"), dict):
+        known(described, SCHEMA, "response_format.json_schema.")
         try:
             return StructuredOutputs(json=described["schema"])
         except InvalidRequestError as error:

@@ -7,8 +7,7 @@ from typing import Any
 
 from aioengine.asgi.api.answers import ChoicesAnswer, position_entry
 from aioengine.asgi.api.asks import Ask, flag, make_ask, prompt_options, wrong
-from aioengine.asgi.api.fields import CHAT, known
-from aioengine.errors import InvalidRequestError
+from aioengine.asgi.api.fields import CACHED, CHAT, Fields, done, ignored, known, refused
 from aioengine.types import (
     CompletionOutput,
     Delta,
@@ -18,13 +17,70 @@ from aioengine.types import (
     ToolCallDelta,
 )
 
-__all__ = ["ChatAnswer", "check_conversation", "read_chat", "template_options"]
+__all__ = [
+    "FUNCTION",
+    "PARTS",
+    "ChatAnswer",
+    "check_conversation",
+    "read_chat",
+    "read_tools",
+    "template_options",
+]
 
 MAX_MESSAGES = MAX_PARTS = 4096
 MAX_TOP_LOGPROBS = 20
-MEDIA_PARTS = {f"{each}_url": each for each in ("image", "audio", "video")} | {
-    "input_audio": "audio"
+MODALITIES = ("image", "audio", "video")
+MEDIA_PARTS = {f"{each}_url": each for each in MODALITIES} | {"input_audio": "audio"}
+CONTENT = ("url", "path", "base64", "data")
+HINTS: Fields = {
+    "type": done(),
+    "cache_control": CACHED,
+    "prompt_cache_breakpoint": CACHED,
+    "uuid": refused("a name of your own is taken in the process only"),
 }
+PARTS: Mapping[str, Fields] = {
+    "text": {**HINTS, "text": done()},
+    "input_audio": {**HINTS, "input_audio": done("`data` and `format`")},
+    **{f"{kind}_url": {**HINTS, f"{kind}_url": done("text, or its `url`")} for kind in MODALITIES},
+    **{
+        kind: {**HINTS, **dict.fromkeys((kind, f"{kind}_url", *CONTENT), done())}
+        for kind in MODALITIES
+    },
+}
+"""Type of a part of a message -> its fields."""
+PART_CONTENT: Fields = {
+    "url": done(),
+    "data": done(),
+    "format": done(),
+    "detail": ignored("the model's processor decides"),
+}
+"""Of the object that a part holds its media in."""
+CALL: Fields = {
+    "id": done(),
+    "type": done(),
+    "function": done(),
+    "index": ignored("calls are in their order"),
+}
+CALLED: Fields = {
+    "name": done(),
+    "arguments": done("as JSON, or as an object"),
+    "parsed_arguments": ignored("`arguments` has the same"),
+}
+"""The function of a call."""
+TOOL: Fields = {
+    "type": done("`function`"),
+    "function": done("may be left out: its fields stand in the tool then"),
+    "cache_control": CACHED,
+}
+FUNCTION: Fields = {
+    "name": done(),
+    "description": done(),
+    "parameters": done("a JSON schema"),
+    "strict": done("holds where a tool has to be called"),
+    "return": done("as transformers' schemas have it"),
+}
+CHOICE = dict.fromkeys(("type", "function", "name", "allowed_tools"), done())
+ALLOWED = {"mode": done(), "tools": done()}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -77,13 +133,18 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_choice(given: Mapping[str, Any]) -> tuple[Any, Any]:
     """The tools, and which of them may be called; `allowed_tools` leaves the others out."""
-    tools, choice = given.get("tools", []), given.get("tool_choice")
+    tools, choice = read_tools(given.get("tools", [])), given.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = known(choice, CHOICE, "tool_choice.")
+        if isinstance(choice.get("function"), dict):
+            known(choice["function"], {"name": done()}, "tool_choice.function.")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return tools, choice
     allowed = choice.get("allowed_tools")
     listed = allowed.get("tools") if isinstance(allowed, dict) else None
     if not isinstance(allowed, dict) or not isinstance(listed, list):
         raise wrong("tool_choice.allowed_tools", "an object with mode and tools")
+    known(allowed, ALLOWED, "tool_choice.allowed_tools.")
     if allowed.get("mode") not in ("auto", "required"):
         raise wrong("tool_choice.allowed_tools.mode", "auto or required")
     names = [_name(each) for each in listed]
@@ -111,16 +172,57 @@ def _read_message(message: Any, index: int) -> Any:
         raise wrong(f"messages[{index}].content", f"of {MAX_PARTS} parts at most")
     parts = content if isinstance(content, list) else []
     for number, part in enumerate(parts):
-        # A name of the caller's own would be taken at its word, whoever else uses it.
-        if isinstance(part, dict) and "uuid" in part:
-            path = f"messages[{index}].content[{number}].uuid"
-            raise InvalidRequestError(f"{path} is taken in the process only", parameter=path)
-        parts[number] = _with_bytes(part)
-    return {
+        parts[number] = _with_bytes(_read_part(part, f"messages[{index}].content[{number}]."))
+    read = {
         name: value
         for name, value in message.items()
         if name in ("role", "content") or value not in (None, [])
     }
+    if isinstance(calls := read.get("tool_calls"), list):
+        path = f"messages[{index}].tool_calls"
+        read["tool_calls"] = [_read_call(call, f"{path}[{i}].") for i, call in enumerate(calls)]
+    return read
+
+
+def _read_part(part: Any, path: str) -> Any:
+    """A part with the fields alone that it may have; what is none is left to the same reader.
+
+    A name of the caller's own (`uuid`) would be taken at its word, whoever else uses it.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in PARTS:
+        return part
+    read = known(part, PARTS[kind], path)
+    if kind not in MEDIA_PARTS or not isinstance(content := read.get(kind), dict):
+        return read
+    return {**read, kind: known(content, PART_CONTENT, f"{path}{kind}.")}
+
+
+def _read_call(call: Any, path: str) -> Any:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    return {**known(call, CALL, path), "function": known(function, CALLED, f"{path}function.")}
+
+
+def read_tools(tools: Any) -> Any:
+    """The tools with the fields alone that they may have. Raises InvalidRequestError.
+
+    What is no tool is left to the engine's reader, which knows how to refuse it.
+    """
+    if not isinstance(tools, list):
+        return tools
+    return [_read_tool(tool, f"tools[{index}].") for index, tool in enumerate(tools)]
+
+
+def _read_tool(tool: Any, path: str) -> Any:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        return tool
+    if "function" not in tool:
+        return known(tool, {**TOOL, **FUNCTION}, path)
+    read, function = known(tool, TOOL, path), tool["function"]
+    if isinstance(function, dict):
+        read["function"] = known(function, FUNCTION, f"{path}function.")
+    return read
 
 
 def _with_bytes(part: Any) -> Any:

@@ -12,7 +12,7 @@ from uuid import uuid4
 from aioengine.asgi.api.asks import Ask, flag, make_ask, prompt_options, wrong
 from aioengine.asgi.api.chat import check_conversation, template_options
 from aioengine.asgi.api.completions import read_prompts
-from aioengine.asgi.api.fields import EMBEDDINGS, RERANK, SCORE, known
+from aioengine.asgi.api.fields import EMBEDDINGS, RERANK, SCORE, done, known
 from aioengine.asgi.client_task import LongEvent
 from aioengine.asgi.json_body import LONG
 from aioengine.asgi.service import Service
@@ -38,6 +38,7 @@ __all__ = [
 MAX_INPUTS = 2048
 MANY = 4096
 """Numbers whose JSON is not written on the loop."""
+DOCUMENT = {"text": done()}
 FORMATS = ("float", "base64")
 
 
@@ -87,8 +88,12 @@ def read_rerank(body: Mapping[str, Any]) -> Ask:
     query = _text(given.get("query"), "query")
     documents = given.get("documents")
     if isinstance(documents, list):
-        documents = [each.get("text") if isinstance(each, dict) else each for each in documents]
+        documents = [_document(each, f"documents[{i}].") for i, each in enumerate(documents)]
     return _scored(given, query, _texts(documents, "documents"), {})
+
+
+def _document(given: Any, path: str) -> Any:
+    return known(given, DOCUMENT, path).get("text") if isinstance(given, dict) else given
 
 
 def _scored(

@@ -16,6 +16,7 @@ __all__ = [
     "ANTHROPIC",
     "BATCHES",
     "BLOCKS",
+    "CACHED",
     "CHAT",
     "COMPLETIONS",
     "DETOKENIZE",
@@ -26,14 +27,15 @@ __all__ = [
     "RESPONSES",
     "SAMPLING",
     "SCORE",
-    "TABLES",
     "TOKENIZE",
     "TRANSCRIPTIONS",
     "Field",
     "Fields",
     "Handling",
     "done",
+    "ignored",
     "known",
+    "refused",
 ]
 
 
@@ -72,6 +74,7 @@ def refused(note: str, *neutral: Any) -> Field:
 
 
 ACCOUNT = ignored("for OpenAI's own accounts")
+CACHED = ignored("prefixes are found by their tokens")
 SAMPLING: Fields = dict.fromkeys(
     (
         *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
@@ -99,8 +102,8 @@ GENERATION: Fields = {
     "store": ACCOUNT,
     "service_tier": ACCOUNT,
     "safety_identifier": ACCOUNT,
-    "prompt_cache_key": ignored("prefixes are found by their tokens"),
-    "prompt_cache_options": ignored("prefixes are found by their tokens"),
+    "prompt_cache_key": CACHED,
+    "prompt_cache_options": CACHED,
     "prompt_cache_retention": ignored("prefixes stay as long as there is room"),
 }
 CHAT: Fields = {
@@ -200,8 +203,8 @@ ANTHROPIC: Fields = {
     "workspace_id": ignored("for Anthropic's own accounts"),
     "inference_geo": ignored("the engine is where it is"),
     "speed": ignored("the engine has one"),
-    "cache_control": ignored("prefixes are found by their tokens"),
-    "diagnostics": ignored("prefixes are found by their tokens"),
+    "cache_control": CACHED,
+    "diagnostics": CACHED,
     "context_management": ignored("the conversation is taken as it is sent"),
     "container": refused("no code is run here"),
     "mcp_servers": refused("no servers are asked; give a tool of your own", []),
@@ -313,36 +316,26 @@ RERANK: Fields = {
     "top_n": done("of the answer; 0 for all"),
     "return_documents": done("true unless it is given"),
 }
-TABLES: Mapping[str, Fields] = {
-    "chat/completions": CHAT,
-    "chat/completions: messages": MESSAGES,
-    "completions": COMPLETIONS,
-    "audio/transcriptions": TRANSCRIPTIONS,
-    "messages": ANTHROPIC,
-    "messages: blocks": BLOCKS,
-    "embeddings": EMBEDDINGS,
-    "score": SCORE,
-    "rerank": RERANK,
-    "tokenize": TOKENIZE,
-    "detokenize": DETOKENIZE,
-    "files": FILES,
-    "batches": BATCHES,
-    "responses": RESPONSES,
-}
 
 
-def known(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+def known(body: Mapping[str, Any], fields: Fields, path: str = "") -> dict[str, Any]:
     """The fields that are given and done: null is as good as nothing. Refuses all that is not
-    known, and what is not built."""
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        field = fields.get(name, done())
-        if field.handling is Handling.REFUSED and value not in field.neutral:
-            raise InvalidRequestError(f"{name} is not supported: {field.note}", parameter=name)
-    taken = {name for name, field in fields.items() if field.handling is Handling.DONE}
-    refuse_names(
-        "{} is not a field of this request",
-        [name for name in given if name in taken or name not in fields],
-        taken,
-    )
-    return {name: value for name, value in given.items() if name in taken}
+    known, and what is not built.
+
+    `path`: of the object in the body, with a dot at its end.
+    """
+    taken = {}
+    for name, value in body.items():
+        field = fields.get(name)
+        if value is None:
+            continue
+        if field is None:
+            names = [each for each, found in fields.items() if found.handling is Handling.DONE]
+            owner = path[:-1] or "this request"
+            refuse_names(f"{{}} is not a field of {owner}", [name], names, prefix=path)
+        elif field.handling is Handling.DONE:
+            taken[name] = value
+        elif field.handling is Handling.REFUSED and value not in field.neutral:
+            text = f"{path}{name} is not supported: {field.note}"
+            raise InvalidRequestError(text, parameter=path + name)
+    return taken

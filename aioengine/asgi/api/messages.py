@@ -15,7 +15,7 @@ from typing import Any
 from aioengine.asgi.api.answers import Answer
 from aioengine.asgi.api.anthropic_prompt import read_prompt
 from aioengine.asgi.api.asks import Ask, flag, in_words, make_ask, wrong
-from aioengine.asgi.api.fields import ANTHROPIC, known
+from aioengine.asgi.api.fields import ANTHROPIC, done, known
 from aioengine.asgi.error_responses import ApiError, anthropic_error
 from aioengine.errors import InvalidRequestError
 from aioengine.types import Delta, FinishReason, RequestOutput, ToolCall, ToolCallDelta
@@ -34,6 +34,8 @@ BLOCKS = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
 """Blocks of text as they begin."""
+THINKING = dict.fromkeys(("type", "budget_tokens", "display"), done())
+FORMAT = {"type": done(), "schema": done()}
 Event = dict[str, Any]
 
 
@@ -83,6 +85,7 @@ def _read_thinking(given: Any) -> Mapping[str, Any]:
     kinds = ("enabled", "adaptive", "disabled")
     if not isinstance(given, dict) or given.get("type") not in kinds:
         raise wrong("thinking", f"an object whose type is one of {', '.join(kinds)}")
+    given = known(given, THINKING, "thinking.")
     if given.get("display") not in (None, "summarized", "omitted"):
         raise wrong("thinking.display", "summarized or omitted")
     budget = given.get("budget_tokens")
@@ -103,6 +106,7 @@ def _read_output(given: Any) -> tuple[Any, Any]:
     schema = wanted.get("schema") if isinstance(wanted, dict) else None
     if not isinstance(schema, dict) or wanted.get("type") != "json_schema":
         raise wrong("output_config.format", "of type json_schema, with a schema")
+    known(wanted, FORMAT, "output_config.format.")
     return effort, schema
 
 

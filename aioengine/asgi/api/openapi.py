@@ -13,14 +13,18 @@ from typing import Any, NamedTuple
 
 from starlette.routing import BaseRoute, Route
 
+from aioengine.asgi.api.anthropic_prompt import BLOCK_FIELDS, TOOL
+from aioengine.asgi.api.chat import FUNCTION, PARTS
 from aioengine.asgi.api.fields import (
     ANTHROPIC,
     BATCHES,
+    BLOCKS,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
     FILES,
+    MESSAGES,
     RERANK,
     RESPONSES,
     SCORE,
@@ -33,7 +37,7 @@ from aioengine.asgi.api.fields import (
 from aioengine.asgi.model_facts import version
 from aioengine.sampling_params import SamplingParams
 
-__all__ = ["document"]
+__all__ = ["TABLES", "document"]
 
 JSON_TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string"}
 TYPES: Mapping[str, tuple[str, ...]] = {
@@ -98,6 +102,31 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /health": Operation("State of the engine: 200 while it takes requests, else 503"),
     "GET /metrics": Operation("Figures for Prometheus"),
 }
+TABLES: Mapping[str, Fields] = {
+    "chat/completions": CHAT,
+    "chat/completions: messages": MESSAGES,
+    "chat/completions: parts of messages": {
+        name: field for fields in PARTS.values() for name, field in fields.items()
+    },
+    "chat/completions: functions of tools": FUNCTION,
+    "completions": COMPLETIONS,
+    "audio/transcriptions": TRANSCRIPTIONS,
+    "messages": ANTHROPIC,
+    "messages: blocks": BLOCKS,
+    "messages: fields of blocks": {
+        name: field for fields in BLOCK_FIELDS.values() for name, field in fields.items()
+    },
+    "messages: tools": TOOL,
+    "embeddings": EMBEDDINGS,
+    "score": SCORE,
+    "rerank": RERANK,
+    "tokenize": TOKENIZE,
+    "detokenize": DETOKENIZE,
+    "files": FILES,
+    "batches": BATCHES,
+    "responses": RESPONSES,
+}
+"""The tables that docs/list_fields.py writes down."""
 OPEN = ("/health",)
 """Paths that need no key."""
 CONVERTER = re.compile(r"{(\w+):\w+}")

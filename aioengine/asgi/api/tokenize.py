@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioengine.asgi.api.asks import Ask, flag, make_ask, prompt_options, wrong
-from aioengine.asgi.api.chat import check_conversation
+from aioengine.asgi.api.chat import check_conversation, read_tools
 from aioengine.asgi.api.fields import DETOKENIZE, TOKENIZE, known
 from aioengine.asgi.client_task import LongEvent
 from aioengine.asgi.service import Service
@@ -32,7 +32,7 @@ def read_tokenize(body: Mapping[str, Any]) -> Ask:
         template = given.get("chat_template_kwargs", {})
         if not isinstance(template, dict):
             raise wrong("chat_template_kwargs", "an object")
-        tools = given.get("tools", [])
+        tools = read_tools(given.get("tools", []))
         if not isinstance(tools, list):
             raise wrong("tools", "a list of functions")
         prompt = Prompt(

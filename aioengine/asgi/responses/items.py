@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioengine.asgi.api.asks import wrong
+from aioengine.asgi.api.fields import done, known
 from aioengine.errors import InvalidRequestError, shown
 
 __all__ = ["Conversation", "read_items", "without_bytes"]
@@ -33,6 +34,7 @@ PARTS = {
     "input_image": ("image_url", "file_id"),
     "input_audio": ("input_audio",),
 }
+AUDIO = {"data": done(), "format": done()}
 THOUGHTS = {"reasoning_text": ("text",)}
 IGNORED = frozenset(
     {*("type", "id", "status", "phase", "detail", "annotations", "logprobs", "parsed")}
@@ -209,6 +211,8 @@ def _read_part(part: Any, path: str) -> tuple[dict[str, Any], str]:
         return {"type": "text", "text": _text(part.get(key), f"{path}.{key}")}, ""
     if kind == "input_audio":
         audio = part.get("input_audio")
+        if isinstance(audio, dict):
+            known(audio, AUDIO, f"{path}.input_audio.")
         data = audio.get("data") if isinstance(audio, dict) else None
         if isinstance(data, bytes):
             return {"type": "audio", "audio": data}, "input_audio"
@@ -247,10 +251,9 @@ def _kind(value: Any, path: str, known: Mapping[str, Sequence[str]], default: An
         message = f"{path}.type {shown(kind, 40)} is not supported: {way_out}"
         raise InvalidRequestError(message, parameter=f"{path}.type")
     for name, field in value.items():
-        if name not in known[kind] and name not in IGNORED and field not in (None, [], False):
-            name = shown(name, 40)
-            message = f"{path} has a field that is not supported in {kind}: {name}"
-            raise InvalidRequestError(message, parameter=path)
+        if name not in known[kind] and name not in IGNORED and field is not None:
+            message = f"{path} has a field that is not supported in {kind}: {shown(name, 40)}"
+            raise InvalidRequestError(message, parameter=f"{path}.{name:.40}")
     return kind
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from aioengine.asgi.api.asks import (
+    FORMAT,
+    SCHEMA,
     Ask,
     flag,
     in_words,
@@ -141,9 +143,14 @@ def _make_ask(given: Mapping[str, Any], prompt: Prompt, text_format: Any) -> Ask
     names["max_tokens"] = given.get("max_output_tokens")
     if text_format is not None:
         is_object = isinstance(text_format, dict)  # chats have a schema in a field of its own
-        chats = {**text_format, "json_schema": text_format} if is_object else text_format
+        chats = _as_chats(text_format) if is_object else text_format
         names |= {"text.format": text_format, "response_format": chats}
     return make_ask(names, (prompt,), _read_logprobs(given), ALIASES)
+
+
+def _as_chats(text_format: Mapping[str, Any]) -> dict[str, Any]:
+    schema = {name: value for name, value in text_format.items() if name != "type"}
+    return {"type": text_format.get("type"), "json_schema": schema or None}
 
 
 def _read_logprobs(given: Mapping[str, Any]) -> int | None:
@@ -165,6 +172,8 @@ def _read_text(given: Any) -> dict[str, Any]:
     refuse_names("text has no field {}", given, ("format", "verbosity"), prefix="text.")
     text = {name: value for name, value in given.items() if value is not None}
     wanted = text.get("format")
+    if isinstance(wanted, dict):
+        known(wanted, {**SCHEMA, "type": FORMAT["type"]}, "text.format.")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         text["format"] = {"name": "answer", **wanted}
     return text
