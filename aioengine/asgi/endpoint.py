@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -16,12 +17,15 @@ from aioengine.asgi.client_task import Reply
 from aioengine.asgi.error_responses import ApiError, api_error, error_response, forget_frames
 from aioengine.asgi.service import Service
 
-__all__ = ["Handler", "endpoint"]
+__all__ = ["QUERY", "Handler", "endpoint"]
 
 CLIENT_LEFT = 499
+QUERY = "aioengine.query"
+"""Where a scope has the known fields of its query, as text."""
 
 Handler = Callable[[Scope, Any, Send], Awaitable[None]]
 """Its second argument is a BoundedBody."""
+ReadQuery = Callable[[Mapping[str, str]], Mapping[str, str]]
 ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 
 
@@ -33,11 +37,15 @@ def endpoint(
     error_body: ErrorBody | None = None,
     *,
     needs_room: bool | None = None,
+    query: ReadQuery | None = None,
 ) -> Route:
     """Make the route of an endpoint. `error_body`: of its errors, where they are not OpenAI's;
-    `needs_room`: it is refused where the engine's queue is full; None: as all POST requests are."""
+    `needs_room`: it is refused where the engine's queue is full; None: as all POST requests are;
+    `query`: reads what its URL has, which the scope has under `QUERY` then; None: it may be
+    anything."""
     needs = method == "POST" if needs_room is None else needs_room
-    return Route(path, _Endpoint(service, handle, error_body, needs_room=needs), methods=[method])
+    app = _Endpoint(service, handle, error_body, needs_room=needs, query=query)
+    return Route(path, app, methods=[method])
 
 
 class _Endpoint:
@@ -53,11 +61,13 @@ class _Endpoint:
         error_body: ErrorBody | None = None,
         *,
         needs_room: bool,
+        query: ReadQuery | None,
     ) -> None:
         self._service = service
         self._handle = handle
         self._error_body = error_body
         self._needs_room = needs_room
+        self._query = query
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, body = Reply(send), self._service.bounded(scope, receive)
@@ -65,6 +75,8 @@ class _Endpoint:
             self._service.keys.check(scope)
             if self._needs_room:
                 self._service.engine.check_room(1)  # before a body is read
+            if self._query is not None:
+                scope[QUERY] = self._query(_query_of(scope))
             await self._handle(scope, body, reply)
         except ClientDisconnect as error:
             forget_frames(error)
@@ -86,3 +98,9 @@ class _Endpoint:
             await error_response(found, body_of)(scope, receive, reply)
         finally:
             body.close()
+
+
+def _query_of(scope: Scope) -> dict[str, str]:
+    """Fields of a query; OpenAI's clients write `name[]` for those that are lists."""
+    given = QueryParams(scope["query_string"])
+    return {name.partition("[")[0]: value for name, value in given.items()}

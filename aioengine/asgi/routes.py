@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -22,6 +23,7 @@ from aioengine.asgi.api.embeddings import (
     rerank,
     score,
 )
+from aioengine.asgi.api.fields import BATCH_LIST, FILE_LIST, KEPT_RESPONSE, Fields, known
 from aioengine.asgi.api.files import Files, FileStore
 from aioengine.asgi.api.generation import Generation
 from aioengine.asgi.api.messages import MessagesAnswer, read_counted, read_messages
@@ -87,15 +89,20 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
         endpoint(service, "/audio/transcriptions", Transcription(service), "POST"),
         *(endpoint(service, p, h, "POST", anthropic_error) for p, h in anthropic.items()),
         endpoint(service, "/files", files.upload, "POST"),
-        endpoint(service, "/files", files.all),
-        endpoint(service, "/files/{name}", files.one),
-        endpoint(service, "/files/{name}", files.one, "DELETE"),
-        endpoint(service, "/files/{name}/content", files.content),
+        endpoint(service, "/files", files.all, query=_reads(FILE_LIST)),
+        endpoint(service, "/files/{name}", files.one, query=_reads({})),
+        endpoint(service, "/files/{name}", files.one, "DELETE", query=_reads({})),
+        endpoint(service, "/files/{name}/content", files.content, query=_reads({})),
         endpoint(service, "/batches", batches.create, "POST"),
-        endpoint(service, "/batches", batches.all),
-        endpoint(service, "/batches/{name}", batches.one),
+        endpoint(service, "/batches", batches.all, query=_reads(BATCH_LIST)),
+        endpoint(service, "/batches/{name}", batches.one, query=_reads({})),
         endpoint(service, "/batches/{name}/cancel", batches.cancel, "POST", needs_room=False),
     ]
+
+
+def _reads(fields: Fields) -> Callable[[Mapping[str, str]], dict[str, str]]:
+    """Make what reads a query of these fields."""
+    return partial(known, fields=fields)
 
 
 def _response_routes(service: Service) -> list[BaseRoute]:
@@ -104,8 +111,8 @@ def _response_routes(service: Service) -> list[BaseRoute]:
     routes: list[BaseRoute] = [endpoint(service, "/responses", Responses(service, kept), "POST")]
     if kept is not None:
         routes += [
-            endpoint(service, path, kept.get),
-            endpoint(service, path, kept.delete, "DELETE"),
+            endpoint(service, path, kept.get, query=_reads(KEPT_RESPONSE)),
+            endpoint(service, path, kept.delete, "DELETE", query=_reads({})),
         ]
     return routes
 
@@ -128,6 +135,6 @@ def _model_routes(service: Service) -> list[BaseRoute]:
         await JSONResponse(answer)(scope, receive, send)
 
     return [
-        endpoint(service, "/models", models),
-        endpoint(service, "/models/{name:path}", models),
+        endpoint(service, "/models", models, query=_reads({})),
+        endpoint(service, "/models/{name:path}", models, query=_reads({})),
     ]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -319,6 +320,43 @@ async def test_batches_are_few(monkeypatch: pytest.MonkeyPatch, client: AsyncOpe
     found = [await ended(client, await begun(client, data)) for _ in range(3)]
     kept = [each.id async for each in client.batches.list()]
     assert kept == [found[2].id, found[1].id]
+
+
+async def test_lists_come_page_by_page(client: AsyncOpenAI) -> None:
+    kept = [await client.files.create(file=("a", b""), purpose="batch") for _ in range(3)]
+    ids = [each.id for each in kept][::-1]
+    assert [each.id async for each in client.files.list(limit=1)] == ids
+    assert [each.id async for each in client.files.list(limit=2, order="asc")] == ids[::-1]
+    assert [each.id async for each in client.files.list(after=ids[0])] == ids[1:]
+    assert [each async for each in client.files.list(purpose="batch_output")] == []
+    page = await client.get("/files?limit=2", cast_to=httpx.Response)
+    found = page.json()
+    assert (found["first_id"], found["last_id"], found["has_more"]) == (ids[0], ids[1], True)
+    made = [await ended(client, await begun(client, b"")) for _ in range(3)]
+    names = [each.id for each in made][::-1]
+    assert [each.id async for each in client.batches.list(limit=1)] == names
+    assert [each.id async for each in client.batches.list(after=names[1])] == names[2:]
+
+
+@pytest.mark.parametrize(
+    ("path", "parameter"),
+    [
+        ("files?limit=0", "limit"),
+        ("files?limit=10001", "limit"),
+        ("files?limit=x", "limit"),
+        ("files?after=file-1", "after"),
+        ("files?order=up", "order"),
+        ("files?page=2", "page"),
+        ("files/file-1?limit=1", "limit"),
+        ("batches?limit=101", "limit"),
+        ("batches?order=asc", "order"),
+        ("models?limit=1", "limit"),
+    ],
+)
+async def test_queries_that_are_refused(client: AsyncOpenAI, path: str, parameter: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.get(f"/{path}", cast_to=object)
+    assert caught.value.param == parameter and parameter in caught.value.message
 
 
 async def test_no_key_takes_the_room_of_another(

@@ -82,8 +82,10 @@ async def test_its_paths_are_the_routes(folder: Path, app: Any) -> None:
     assert wanted == OPERATIONS.keys() - {f"{each} {KEPT}" for each in ("GET", "DELETE")}
     for name, operation in operations.items():
         assert operation["summary"] and operation["responses"]["default"]
-        names = {each["name"] for each in operation.get("parameters", [])}
+        given = operation.get("parameters", [])
+        names = {each["name"] for each in given if each["in"] == "path"}
         assert names == set(re.findall(r"{(\w+)}", name))
+        assert {each["name"] for each in given} - names == OPERATIONS[name].query.keys()
     ids = [each["operationId"] for path in found["paths"].values() for each in path.values()]
     assert len(set(ids)) == len(ids)
 

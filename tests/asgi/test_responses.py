@@ -351,6 +351,10 @@ async def test_responses_that_are_kept(tooled: AsyncEngine) -> None:
         assert same.usage.input_tokens == second.usage.input_tokens
         assert same.to_dict()["store"] is False and list(store.records) == [first.id, second.id]
         got = await one.responses.retrieve(second.id)
+        for query in ({"stream": True}, {"include": ["reasoning.encrypted_content"]}):
+            with pytest.raises(openai.BadRequestError, match="response is") as refused:
+                await one.responses.retrieve(second.id, **query)
+            assert refused.value.param in query
         assert got.to_dict() == second.to_dict()
         # Another key's are none of one's own.
         with pytest.raises(openai.NotFoundError):

@@ -21,8 +21,9 @@ from aioengine.asgi.api.answers import Answer
 from aioengine.asgi.api.asks import Ask, read_metadata, wrong
 from aioengine.asgi.api.embeddings import answer_embeddings
 from aioengine.asgi.api.fields import BATCHES, known
-from aioengine.asgi.api.files import FileStore, StoredFile
+from aioengine.asgi.api.files import FileStore, StoredFile, page_of
 from aioengine.asgi.client_task import JsonAnswer, long_json
+from aioengine.asgi.endpoint import QUERY
 from aioengine.asgi.error_responses import ApiError, api_error, forget_frames
 from aioengine.asgi.json_body import LONG, BoundedBody, parse_object, read_object
 from aioengine.asgi.service import Service
@@ -38,6 +39,8 @@ MAX_ERRORS = 100
 """Of one batch that its object lists."""
 MAX_BATCHES = 256
 """Kept, of all owners together; the oldest that has ended goes first."""
+LIMITS = (20, 100)
+"""Entries of a page of the list, without `limit` and at most."""
 PRIORITY = 1
 """Requests of people, who wait, have 0 and go first."""
 AGAIN_S = 1.0
@@ -139,9 +142,8 @@ class Batches:
     async def all(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """List the batches, the latest first."""
         owner = self._service.keys.owner(scope)
-        found = [each.to_dict() for each in self._batches.values() if each.owner == owner]
-        answer = {"object": "list", "data": found[::-1], "has_more": False}
-        await JsonAnswer(answer)(scope, receive, send)
+        found = [each for each in self._batches.values() if each.owner == owner]
+        await JsonAnswer(page_of(found[::-1], scope[QUERY], *LIMITS))(scope, receive, send)
 
     async def one(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """Describe a batch."""

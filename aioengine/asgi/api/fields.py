@@ -15,6 +15,7 @@ from aioengine.errors import InvalidRequestError, refuse_names
 __all__ = [
     "ANTHROPIC",
     "BATCHES",
+    "BATCH_LIST",
     "BLOCKS",
     "CACHED",
     "CHAT",
@@ -22,6 +23,8 @@ __all__ = [
     "DETOKENIZE",
     "EMBEDDINGS",
     "FILES",
+    "FILE_LIST",
+    "KEPT_RESPONSE",
     "MESSAGES",
     "RERANK",
     "RESPONSES",
@@ -316,6 +319,25 @@ RERANK: Fields = {
     "top_n": done("of the answer; 0 for all"),
     "return_documents": done("true unless it is given"),
 }
+
+
+FILE_LIST: Fields = {
+    "limit": done("1 to 10,000, which it is without"),
+    "after": done("id of the file behind which the list goes on"),
+    "order": done("`desc`, the latest first, or `asc`"),
+    "purpose": done("of the files that are wanted"),
+}
+BATCH_LIST: Fields = {
+    "limit": done("1 to 100; 20 without it"),
+    "after": done("id of the batch behind which the list goes on"),
+}
+KEPT_RESPONSE: Fields = {
+    "include": refused("a response is given as it was kept; say so where it is created"),
+    "stream": refused("a response is kept whole, without its events", "false"),
+    "starting_after": refused("a response is kept whole, without its events"),
+    "include_obfuscation": refused("a response is kept whole, without its events", "false"),
+}
+"""The last three are of queries, in which all values are text."""
 
 
 def known(body: Mapping[str, Any], fields: Fields, path: str = "") -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from starlette.datastructures import UploadFile
@@ -15,18 +16,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope, Send
 
+from aioengine.asgi.api.asks import wrong
 from aioengine.asgi.api.fields import FILES, known
+from aioengine.asgi.endpoint import QUERY
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.json_body import BoundedBody
 from aioengine.asgi.service import Service
 from aioengine.errors import InvalidRequestError, shown
 
-__all__ = ["FileStore", "Files", "StoredFile"]
+__all__ = ["FileStore", "Files", "StoredFile", "page_of"]
 
 MAX_FILES = 1024
 """Of all owners together: a file without bytes takes room too."""
+LIMITS = (10_000, 10_000)
+"""Entries of a page of the list, without `limit` and at most."""
 MAX_NAME_CHARACTERS = 256
 MAX_FIELD_BYTES = 1 << 12
+LIMIT = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +164,12 @@ class Files:
 
     async def all(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """List the files."""
-        found = self._store.of(self._service.keys.owner(scope))
-        answer = {"object": "list", "data": [each.to_dict() for each in found], "has_more": False}
+        query, found = scope[QUERY], [*self._store.of(self._service.keys.owner(scope))]
+        if "purpose" in query:
+            found = [each for each in found if each.purpose == query["purpose"]]
+        if (order := query.get("order", "desc")) not in ("asc", "desc"):
+            raise wrong("order", "asc or desc")
+        answer = page_of(found if order == "desc" else found[::-1], query, *LIMITS)
         await JSONResponse(answer)(scope, receive, send)
 
     async def one(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
@@ -175,3 +185,41 @@ class Files:
         """Send the bytes of a file."""
         file = self._store.get(self._service.keys.owner(scope), scope["path_params"]["name"])
         await Response(file.data, media_type="application/jsonl")(scope, receive, send)
+
+
+class Listed(Protocol):
+    """What a list is of."""
+
+    @property
+    def id(self) -> str:
+        """By which a page goes on."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's object of it."""
+
+
+def page_of(
+    found: Sequence[Listed], query: Mapping[str, str], default: int, most: int
+) -> dict[str, Any]:
+    """The part of a list that a query asks for, as OpenAI's object. `default`, `most`: entries.
+
+    Raises InvalidRequestError.
+    """
+    limit, after = query.get("limit", str(default)), query.get("after")
+    if LIMIT.fullmatch(limit) is None or not 0 < int(limit) <= most:
+        raise wrong("limit", f"an integer, 1 to {most}")
+    start = 0
+    if after is not None:
+        ids = [each.id for each in found]
+        if after not in ids:
+            raise wrong("after", "the id of an entry of this list")
+        start = ids.index(after) + 1
+    end = start + int(limit)
+    data = [each.to_dict() for each in found[start:end]]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": end < len(found),
+    }

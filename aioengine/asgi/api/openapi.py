@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from starlette.routing import BaseRoute, Route
@@ -17,13 +18,16 @@ from aioengine.asgi.api.anthropic_prompt import BLOCK_FIELDS, TOOL
 from aioengine.asgi.api.chat import FUNCTION, PARTS
 from aioengine.asgi.api.fields import (
     ANTHROPIC,
+    BATCH_LIST,
     BATCHES,
     BLOCKS,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
+    FILE_LIST,
     FILES,
+    KEPT_RESPONSE,
     MESSAGES,
     RERANK,
     RESPONSES,
@@ -46,21 +50,24 @@ TYPES: Mapping[str, tuple[str, ...]] = {
         *("stream_options", "structured_outputs", "response_format", "mm_processor_kwargs"),
         *("chat_template_kwargs", "output_config", "thinking", "metadata", "logit_bias"),
     ),
+    "integer": ("limit",),
     "boolean": (
         *("stream", "parallel_tool_calls", "echo", "return_token_strs", "add_special_tokens"),
     ),
-    "string": ("model", "cache_salt", "user", "reasoning_effort"),
+    "string": ("model", "cache_salt", "user", "reasoning_effort", "after", "order"),
 }
 """Types of fields that are no SamplingParams'."""
 
 
 class Operation(NamedTuple):
-    """Words about an endpoint, and the fields of its body; the first ones have to be given."""
+    """Words about an endpoint, and the fields of its body, of which `required` have to be given;
+    `query`: those of its URL."""
 
     summary: str
     fields: Fields | None = None
     required: tuple[str, ...] = ()
     media_type: str = "application/json"
+    query: Fields = MappingProxyType({})
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -86,14 +93,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /files": Operation(
         "Keep a file of requests", FILES, ("file", "purpose"), "multipart/form-data"
     ),
-    "GET /files": Operation("List the files"),
+    "GET /files": Operation("List the files", query=FILE_LIST),
     "GET /files/{name}": Operation("Describe a file"),
     "DELETE /files/{name}": Operation("Delete a file"),
     "GET /files/{name}/content": Operation("Bytes of a file"),
     "POST /batches": Operation(
         "Begin a batch", BATCHES, ("input_file_id", "endpoint", "completion_window")
     ),
-    "GET /batches": Operation("List the batches"),
+    "GET /batches": Operation("List the batches", query=BATCH_LIST),
     "GET /batches/{name}": Operation("Describe a batch"),
     "POST /batches/{name}/cancel": Operation("End a batch"),
     "GET /models": Operation("List what is served"),
@@ -123,8 +130,11 @@ TABLES: Mapping[str, Fields] = {
     "tokenize": TOKENIZE,
     "detokenize": DETOKENIZE,
     "files": FILES,
+    "files: query of the list": FILE_LIST,
     "batches": BATCHES,
+    "batches: query of the list": BATCH_LIST,
     "responses": RESPONSES,
+    "responses: query of a kept one": KEPT_RESPONSE,
 }
 """The tables that docs/list_fields.py writes down."""
 OPEN = ("/health",)
@@ -185,11 +195,16 @@ def _operation(name: str, path: str, about: Operation) -> dict[str, Any]:
             answer: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
             operation["responses"]["200"]["content"] = answer
     places = re.findall(r"{(\w+)}", path)
-    if places:
-        operation["parameters"] = [
-            {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
-            for each in places
-        ]
+    parameters = [
+        {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
+        for each in places
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": _schema(name, field)}
+        for name, field in about.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 
