@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
-from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioengine.config import EngineConfig
 from aioengine.engine.bulk import map_bounded, new_window
@@ -33,6 +32,25 @@ ROOM_LOOK_S = 0.02
 NAMES = {"AsyncEngine.generate, which gives text: {}=...": ("params", "tools", "tool_choice")}
 
 
+class Asked(NamedTuple):
+    """One request of several. `name`: of its prompt, as the caller knows it; `company`: what the
+    prompt has beside that, in words."""
+
+    prompt: PromptLike
+    pool: Pooling
+    name: str
+    company: str = ""
+
+    def placed(self, error: InvalidRequestError) -> InvalidRequestError:
+        """An error about the prompt that says which prompt of the call it is."""
+        own = error.parameter or "prompt"
+        rest = own.removeprefix("prompt") if own.startswith("prompt") else f".{own}"
+        place = self.name + rest
+        text = str(error)
+        text = text.removeprefix(own) if text.startswith(own) else f": {text}"
+        return type(error)(place + self.company + text, parameter=place, value=error.value)
+
+
 class EmbeddingCalls(ABC):
     """Calls of an engine that end with numbers. Its life is the subclass's."""
 
@@ -41,6 +59,12 @@ class EmbeddingCalls(ABC):
     @abstractmethod
     def _serving_core(self) -> EngineCore:
         """The core of an engine that runs; raises EngineError where it does not."""
+
+    @property
+    def embedding_width(self) -> int:
+        """Numbers of an embedding, of a running engine. The few models that project their last
+        hidden states to fewer may give fewer."""
+        return self._serving_core().loaded.embedder.width
 
     @with_known_names("embed() has no argument {}", NAMES)
     async def embed(
@@ -101,7 +125,8 @@ class EmbeddingCalls(ABC):
 
         Of a classifier of one label (a cross-encoder): its head's number for the pair, as
         transformers gives it; then all are texts. Of an embedder: the cosine of the embeddings, and
-        all are prompts as `embed` takes them. Raises InvalidRequestError for other models.
+        all are prompts as `embed` takes them. Raises InvalidRequestError for other models, and with
+        the place (`documents[3]`) for what cannot be computed.
         """
         output = await self.score_output(query, documents, priority=priority)
         return list(output.scores)
@@ -116,27 +141,32 @@ class EmbeddingCalls(ABC):
             message = "documents must be a list, of texts or other prompts"
             kind = type(documents).__name__
             raise InvalidRequestError(message, parameter="documents", value=kind)
+        check_arguments(None, None, priority)
+        names = ["query", *(f"documents[{index}]" for index in range(len(documents)))]
         if core.loaded.embedder.scores:
-            asked = await _pairs(core, query, documents)
+            asked = await _pairs(core, (query, *documents), names)
             found = await self._run_all(core, asked, priority)
             return _scored([float(each.vector[0]) for each in found], found)
         pool, _ = core.loaded.embedder.pooling(None)
         prompts = [query, *documents] if documents else []
-        found = await self._run_all(core, [*zip(prompts, repeat(pool))], priority)
+        alone = [Asked(each, pool, name) for each, name in zip(prompts, names, strict=False)]
+        found = await self._run_all(core, alone, priority)
         vectors = [_vector(each.vector, normalizes=True).astype("float64") for each in found]
         return _scored([float(vectors[0] @ each) for each in vectors[1:]], found)
 
     async def _run_all(
-        self, core: EngineCore, asked: Sequence[tuple[PromptLike, Pooling]], priority: int
+        self, core: EngineCore, asked: Sequence[Asked], priority: int
     ) -> list[RequestOutput]:
         """Run requests, as many at a time as the engine has room for; the first error ends them."""
 
-        async def run(each: tuple[PromptLike, Pooling]) -> RequestOutput | Exception:
+        async def run(each: Asked) -> RequestOutput | Exception:
             while True:
                 try:
-                    return await _run(core, each[0], {}, each[1], None, priority)
+                    return await _run(core, each.prompt, {}, each.pool, None, priority)
                 except OverloadedError:  # others' requests have the room
                     await asyncio.sleep(ROOM_LOOK_S)
+                except InvalidRequestError as error:
+                    return each.placed(error)
                 except Exception as error:
                     return error  # of several that fail at once, one is raised
 
@@ -173,12 +203,11 @@ async def _run(
 
 
 async def _pairs(
-    core: EngineCore, query: PromptLike, documents: Sequence[PromptLike]
-) -> list[tuple[PromptLike, Pooling]]:
-    """Each pair of texts as a classifier reads it."""
-    names = ("query", *(f"documents[{index}]" for index in range(len(documents))))
+    core: EngineCore, prompts: Sequence[PromptLike], names: Sequence[str]
+) -> list[Asked]:
+    """Each pair of texts, of which the first is the query, as a classifier reads it."""
     texts, salts = [], []
-    for name, each in zip(names, (query, *documents), strict=True):
+    for name, each in zip(names, prompts, strict=True):
         text = each.text if isinstance(each, Prompt) else each
         if not isinstance(text, str):
             message = f"{name} must be a text: this model scores pairs of texts"
@@ -187,9 +216,10 @@ async def _pairs(
         salts.append(each.cache_salt if isinstance(each, Prompt) else None)
     first, *others = texts
     encoded = await core.input_processor.encode_pairs([(first, other) for other in others])
+    head = core.loaded.embedder.head
     return [
-        (Prompt(token_ids=token_ids, cache_salt=salt), core.loaded.embedder.head(second))
-        for (token_ids, second), salt in zip(encoded, salts[1:], strict=True)
+        Asked(Prompt(token_ids=token_ids, cache_salt=salt), head(second), name, " with the query")
+        for (token_ids, second), salt, name in zip(encoded, salts[1:], names[1:], strict=True)
     ]
 
 

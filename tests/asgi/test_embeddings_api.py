@@ -149,7 +149,13 @@ async def test_scores_of_a_classifier(tmp_path: Path) -> None:
         ("embeddings", {"input": "a", "dimensions": 10_000}, "dimensions"),
         ("embeddings", {"input": "a", "pooling": "max"}, "pooling"),
         ("embeddings", {"input": "a", "normalize": 1}, "normalize"),
-        ("embeddings", {"input": ["a" * 9000]}, "input"),
+        ("embeddings", {"input": "a" * 9000}, "input"),
+        ("embeddings", {"input": [5] * 9000}, "input"),
+        ("embeddings", {"input": ["b", [5], "a" * 9000]}, "input[2]"),
+        ("score", {"text_1": "a", "text_2": "a" * 9000}, "text_2"),
+        ("score", {"text_1": "a", "text_2": ["b", "a" * 9000]}, "text_2[1]"),
+        ("score", {"text_1": "a" * 9000, "text_2": "b"}, "text_1"),
+        ("rerank", {"query": "a", "documents": ["b", {"text": "a" * 9000}]}, "documents[1]"),
         ("embeddings", {"input": "a", "temperature": 0}, "temperature"),
         ("score", {"text_1": "a"}, "text_2"),
         ("score", {"text_1": ["a"], "text_2": "b"}, "text_1"),
@@ -167,6 +173,18 @@ async def test_what_is_refused(
     with pytest.raises(openai.BadRequestError) as caught:
         await client.post(f"/{path}", body=body, cast_to=object)
     assert caught.value.param == parameter
+    assert caught.value.message.startswith(f"Error code: 400 - {parameter}") or "not a field" in (
+        caught.value.message
+    )
+
+
+async def test_dimensions_are_checked_before_any_work(
+    running: tuple[AsyncEngine, AsyncOpenAI],
+) -> None:
+    engine, client = running
+    with pytest.raises(openai.BadRequestError, match=f"{engine.embedding_width} at most"):
+        await client.embeddings.create(model=MODEL, input=TEXTS, dimensions=10_000)
+    assert engine.statistics().stages["step"].count == 0
 
 
 async def test_a_client_who_leaves(running: tuple[AsyncEngine, AsyncOpenAI]) -> None:

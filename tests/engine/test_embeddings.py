@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import transformers as hf
 
-from aioengine import AsyncEngine, Embeddings, Engine
+from aioengine import AsyncEngine, Embeddings, Engine, Prompt
 from aioengine.errors import (
     InvalidRequestError,
     MediaError,
@@ -245,6 +245,29 @@ async def test_scores_of_an_embedder_are_cosines(chat: Any) -> None:
             await asyncio.gather(*(engine.embed(PROMPT) for _ in range(4)))
 
 
+async def test_what_is_wrong_with_one_document_names_it(chat: Any) -> None:
+    folder, _ = chat
+    talk = [{"role": "king", "content": "a"}]
+    long, none = "the dog " * 600, Prompt(token_ids=())
+    async with running_engine(folder) as engine:
+        assert engine.embedding_width == len(await engine.embed("a"))
+        for query, documents, place in (
+            (long, ["a"], "query"),
+            ("a", ["b", "c", long, "d"], "documents[2]"),
+            ("a", ["b", none], "documents[1]"),
+            ("a", ["b", talk], "documents[1].messages"),
+        ):
+            with pytest.raises(InvalidRequestError) as caught:
+                await engine.score(query, documents)
+            assert caught.value.parameter == place
+            assert str(caught.value).startswith(place)
+            assert isinstance(caught.value, PromptTooLongError) == (long in (query, *documents))
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.score("a", ["b"], priority="high")  # type: ignore[arg-type]
+        assert caught.value.parameter == "priority"
+        assert_at_rest(engine)
+
+
 async def test_a_head_of_many_labels_gives_no_score(tmp_path: Path) -> None:
     config = hf.BertConfig(**SIZES, num_labels=3)
     save_model(tmp_path, "BertForSequenceClassification", config, pair_tokenizer())
@@ -266,8 +289,11 @@ async def test_pairs_have_to_be_texts(tmp_path: Path) -> None:
                 await engine.score(query, documents)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="not valid Unicode"):
             await engine.score("\ud800", ["a"])
-        with pytest.raises(PromptTooLongError):
-            await engine.score("a", ["the dog " * 600])
+        with pytest.raises(
+            PromptTooLongError, match=r"^documents\[1\] with the query has"
+        ) as caught:
+            await engine.score("a", ["the dog", "the dog " * 600])
+        assert caught.value.parameter == "documents[1]"
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,8 @@ def in_words(error: Exception, aliases: Mapping[str, str]) -> Exception:
     if known is None or not isinstance(error, InvalidRequestError):
         return error
     # A place has the same places in it; what is in an option of ours has no name of the client's.
-    rest = name[len(known) :] if "[" in known else ""
+    rest = name[len(known) :]
+    rest = rest if "[" in known or rest.startswith("[") else ""
     return error.for_parameter(aliases[known] + rest)
 
 

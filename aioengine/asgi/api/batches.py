@@ -302,7 +302,7 @@ def generating(kind: type[Answer]) -> Work:
 async def embedding(service: Service, ask: Ask) -> dict[str, Any]:
     """Answer a line of embeddings."""
     call = partial(_in_turn, service.engine.embed_output, priority=PRIORITY)
-    return await answer_embeddings(ask, call)
+    return await answer_embeddings(service, ask, call)
 
 
 async def _in_turn(call: Callable[..., Awaitable[Read]], *args: Any, **options: Any) -> Read:

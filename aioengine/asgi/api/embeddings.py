@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,7 +18,7 @@ from aioengine.asgi.api.fields import EMBEDDINGS, RERANK, SCORE, done, known
 from aioengine.asgi.client_task import LongEvent
 from aioengine.asgi.json_body import LONG
 from aioengine.asgi.service import Service
-from aioengine.errors import is_int
+from aioengine.errors import InvalidRequestError, is_int
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
 from aioengine.types import EmbeddingOutput, Prompt, ScoreOutput
@@ -75,6 +77,8 @@ def read_score(body: Mapping[str, Any]) -> Ask:
     texts = given.get("text_2")
     listed = [texts] if isinstance(texts, str) else texts
     names = {"query": "text_1", "documents": "text_2"}
+    if isinstance(texts, str):
+        names["documents[0]"] = "text_2"
     return _scored(given, query, _texts(listed, "text_2"), names)
 
 
@@ -102,7 +106,8 @@ def _scored(
     """The prompts are the query and the documents."""
     options = prompt_options(given)
     prompts = tuple(Prompt(text=text, **options) for text in (query, *documents))
-    return make_ask(given, prompts, None, aliases)
+    # All of them: a place in the documents is no field that is given.
+    return replace(make_ask(given, prompts, None), aliases=aliases)
 
 
 def _text(value: Any, name: str) -> str:
@@ -120,27 +125,34 @@ def _texts(values: Any, name: str) -> list[str]:
 async def embed(service: Service, ask: Ask) -> dict[str, Any]:
     """Answer embeddings."""
     service.engine.check_room(len(ask.prompts))
-    return await answer_embeddings(ask, service.engine.embed_output)
+    return await answer_embeddings(service, ask, service.engine.embed_output)
 
 
 async def answer_embeddings(
-    ask: Ask, call: Callable[..., Awaitable[EmbeddingOutput]]
+    service: Service, ask: Ask, call: Callable[..., Awaitable[EmbeddingOutput]]
 ) -> dict[str, Any]:
     """The answer of embeddings. `call`: the engine's, or one that waits for its turn."""
     given = ask.fields
     options = {name: given[name] for name in ("pooling", "normalize") if name in given}
+    size = given.get("dimensions")
+    _check_size(size, service.engine.embedding_width)
     turn = asyncio.Lock()
+    texts = given.get("input")
+    is_many = isinstance(texts, list) and not isinstance(texts[0], int)
 
-    async def embedded(prompt: Prompt) -> EmbeddingOutput:
+    async def embedded(number: int, prompt: Prompt) -> EmbeddingOutput:
         async with turn:
             await asyncio.sleep(0)  # thousands that begin at once would hold the loop
-        return await call(prompt, **options)
+        try:
+            return await call(prompt, **options)
+        except InvalidRequestError as error:
+            if is_many and error.parameter == "prompt":
+                raise error.for_parameter(f"input[{number}]") from error
+            raise
 
-    outputs = await run_together(map(embedded, ask.prompts))
-    size = given.get("dimensions")
+    outputs = await run_together(starmap(embedded, enumerate(ask.prompts)))
     width = len(outputs[0].vector)
-    if size is not None and size > width:
-        raise wrong("dimensions", f"{width} at most")
+    _check_size(size, width)
     is_short = given.get("encoding_format") == "base64"
     is_long = len(outputs) * (size or width) > MANY
     vectors = [output.vector for output in outputs]
@@ -153,6 +165,11 @@ async def answer_embeddings(
     kind = LongEvent if is_long else dict
     usage = _usage(output.usage.prompt_tokens for output in outputs)
     return kind(object="list", data=data, model=ask.model, usage=usage)
+
+
+def _check_size(size: int | None, width: int) -> None:
+    if size is not None and size > width:
+        raise wrong("dimensions", f"{width} at most")
 
 
 def _written(

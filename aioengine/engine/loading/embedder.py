@@ -23,6 +23,8 @@ class Embedder:
         self._is_causal = model.is_causal
         self._has_memory = isinstance(model, SupportsEncoderDecoder)
         config: Any = model.hf_config
+        self.width = max(model.hidden_size, getattr(model.text_config, "hidden_size", None) or 0)
+        """Numbers of an embedding at most; few models have fewer than their config says."""
         self._num_labels = int(config.num_labels) if is_classifier(model.model) else 0
         self._head_kind = "last"
         if not model.is_causal:
