@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Form, HTTPException, Query, Request, UploadFile
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from aioengine import errors
 
 from .agents import Agent, clerk, reader, receipt_content
 from .backends import Backend, open_backend
@@ -58,12 +60,20 @@ def create_app(
             keeper.cancel()
 
     app = FastAPI(title="Expense desk", lifespan=lifespan)
+    app.add_exception_handler(errors.InvalidRequestError, answer_with(422))
+    app.add_exception_handler(errors.OverloadedError, answer_with(503, {"Retry-After": "1"}))
+    app.add_exception_handler(errors.EngineError, answer_with(503))
     app.post("/receipts", status_code=201)(add_receipt)
     app.post("/questions")(answer_question)
     app.get("/expenses")(list_expenses)
     app.get("/report")(show_report)
     app.get("/health")(show_health)
     return app
+
+
+def answer_with(status: int, headers: dict[str, str] | None = None) -> Callable[..., JSONResponse]:
+    """A handler that answers an error of the engine's with its text."""
+    return lambda _, error: JSONResponse({"detail": str(error)}, status, headers)
 
 
 def desk_of(request: Request) -> Desk:
@@ -98,9 +108,19 @@ async def add_receipt(
 
 
 async def answer_question(desk: CurrentDesk, question: Question) -> StreamingResponse:
-    """The clerk's text and calls as server-sent events; a client that leaves ends the work."""
+    """The clerk's text and calls as server-sent events; a client that leaves ends the work.
+
+    What goes wrong before the first of them has a status of its own.
+    """
     events = as_events(clerk(desk.backend, desk.database), question.text)
-    return StreamingResponse(events, media_type="text/event-stream")
+    return StreamingResponse(begin(await anext(events), events), media_type="text/event-stream")
+
+
+async def begin(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(events):
+        yield first
+        async for event in events:
+            yield event
 
 
 async def as_events(agent: Agent, text: str) -> AsyncGenerator[str, None]:

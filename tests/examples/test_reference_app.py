@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from aioengine import SamplingParams, errors
 from aioengine.engine.input_processor import InputProcessor
 from tests.asgi.serving import serving
-from tests.support.engines import encoded
+from tests.support.engines import encoded, running_engine, settled, until
 from tests.support.scripts import Script
 from tests.support.tiny import tiny_image, tiny_tokenizer
 from tests.support.tools_model import save_tiny_text_caller
@@ -24,7 +25,7 @@ from tests.support.tools_model import save_tiny_text_caller
 pytest.importorskip("aiosqlite")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 try:
-    from reference_app import agents, app, models
+    from reference_app import agents, app, backends, models
 finally:
     sys.path.pop(0)
 
@@ -141,6 +142,55 @@ async def test_the_report_is_kept(folder: Path, tmp_path: Path, answers: list[st
         while report.get("num_expenses") != 2:
             report = (await client.get("/report")).json()
     assert report["by_month"] == {"2026-03": 4900} and report["similar"] == [[1, 2]]
+
+
+class Failing:
+    """A backend whose model cannot answer."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def stream(self, *_: object) -> AsyncIterator[str]:
+        raise self.error
+        yield ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (errors.InvalidRequestError("prompt is too long"), 422, None),
+        (errors.OverloadedError("the queue is full"), 503, "1"),
+        (errors.EngineDeadError("the engine has died"), 503, None),
+    ],
+)
+async def test_errors_of_the_engine_have_statuses(
+    folder: Path, tmp_path: Path, error: Exception, status: int, retry: str | None
+) -> None:
+    backend: Any = nullcontext(Failing(error))
+    async with running(app.create_app(settings_of(folder, tmp_path), backend)) as client:
+        for response in (
+            await client.post("/questions", json={"text": "How much?"}),
+            await client.post("/receipts", files=receipt()),
+        ):
+            assert (response.status_code, response.headers.get("retry-after")) == (status, retry)
+            assert response.json() == {"detail": str(error)}
+
+
+async def test_a_client_who_leaves_ends_the_request(folder: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+    async with running_engine(folder, max_model_len=8192, kv_cache_bytes=32 << 20) as engine:
+        backend: Any = nullcontext(backends.InProcess(engine, params))
+        application = app.create_app(settings_of(folder, tmp_path), backend)
+        async with serving(application) as url, httpx.AsyncClient(base_url=url) as client:
+            question = {"text": "How much?"}
+            async with client.stream("POST", "/questions", json=question) as response:
+                async for line in response.aiter_lines():
+                    assert "text" in json.loads(line.removeprefix("data: "))
+                    break
+                assert engine.statistics().running == 1
+            await until(lambda: engine.statistics().aborted)
+        await settled(engine)
+        assert engine.statistics().finished == 0
 
 
 def chunks_of(answer: str) -> Iterator[dict[str, Any]]:
