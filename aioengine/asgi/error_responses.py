@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from traceback import clear_frames
@@ -42,6 +43,13 @@ ANTHROPIC = {
     503: "overloaded_error",
 }
 """Anthropic's types of errors by their status; of others see `anthropic_error`."""
+JSON_WORDS = {"True": "true", "False": "false", "None": "null", "NoneType": "null"} | {
+    "dict": "object",
+    "str": "string",
+    "bool": "boolean",
+}
+"""Python's words in the engine's errors, and those of a client's JSON."""
+PYTHON = re.compile(r"(?<![\w'.])(True|False|None|(?<=, not )(?:NoneType|dict|str|bool))(?![\w'.])")
 AGAIN = (424, 429, 503)
 """Statuses of what is worth another try."""
 
@@ -76,10 +84,18 @@ def api_error(error: Exception) -> ApiError:
             if status == 424:
                 headers["x-should-retry"] = "true"
             parameter = getattr(error, "parameter", None)
-            return ApiError(status, str(error), name, parameter, code, headers)
+            return ApiError(status, _for_clients(error), name, parameter, code, headers)
     logger.error("a request failed\n%s", errors.trace_of(error))  # its text may hold payload
     message = str(error) if isinstance(error, errors.AioEngineError) else "internal error"
     return ApiError(500, message, "server_error", code="internal_error")
+
+
+def _for_clients(error: Exception) -> str:
+    """The text of an error of the engine's in a client's words."""
+    text = str(error)
+    if isinstance(error, errors.EngineClosedError):
+        text = text.partition(";")[0]  # the rest tells how Python starts an engine
+    return PYTHON.sub(lambda found: JSON_WORDS[found[1]], text)
 
 
 def forget_frames(error: BaseException) -> None:

@@ -281,7 +281,7 @@ class HearingProcessor(SpeechMultiModalProcessor):
         if language not in known:
             raise InvalidRequestError(
                 f"the generation config has no token for the language {language!r:.40} "
-                f"({_LANGUAGES}); give generate() the decoder's token ids as the prompt",
+                f"({_LANGUAGES}); give the decoder's token ids as the prompt",
                 parameter="language",
             )
         return self.decoder_prompt([int(known[language])])

@@ -119,7 +119,7 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
     ) -> TextOrTokens:
         if not mm_items.get_all_counts().get("audio"):
             raise InvalidRequestError(
-                "the model transcribes what it hears; give it audio: audios=[...]",
+                "the model transcribes what it hears; give it audio",
                 parameter="audios",
             )
         return [0]
@@ -187,8 +187,8 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
         if length > most and not cuts:
             raise MediaError(
                 f"{parameter} lasts {length / rate:.1f} s, and the model hears {most // rate} s; "
-                f"cut it with aioengine.processors.cut_windows, or give "
-                f"mm_processor_kwargs={{'truncation': True}} to have its beginning only",
+                f"cut it into windows (aioengine.processors.cut_windows), or set truncation in "
+                f"mm_processor_kwargs to have its beginning only",
                 parameter=parameter,
                 value=length / rate,
             )

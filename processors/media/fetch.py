@@ -37,8 +37,8 @@ MAX_SHOWN_PATH = 200
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{60,}={0,2}")
 _HINT = "looks like base64; write data:<type>;base64, before it, or give its bytes"
 _UNTRUSTED = (
-    "must be a data:, file: or http(s) URL; local paths are taken from the application only "
-    "(as Path objects, or in images=...), not from messages or prompts in JSON's form"
+    "must be a data:, file: or http(s) URL; local paths are taken only from the application that "
+    "runs the engine (as Path objects, or beside the prompt), not from messages or JSON"
 )
 
 
@@ -265,17 +265,17 @@ async def _fetch_http(url: str, order: _Order) -> bytes:
         return await _call_fetcher(config.fetcher, url, order)
     if not config.allowed_hosts:
         raise order.error(
-            "is an http(s) URL, and fetching is off; name the hosts that may be asked in "
-            'media=MediaConfig(allowed_hosts=...) ("*": any public one), or pass '
-            "MediaConfig(fetcher=...), an async function from URL to bytes"
+            "is an http(s) URL, and fetching is off: give a data: URL, or have the engine's "
+            'MediaConfig name its host in allowed_hosts ("*": any public one), or a fetcher, which '
+            "is an async function from URL to bytes"
         )
     try:
         # In a thread, as httpx takes a fifth of a second to import.
         fetch_url = await order.run(_import_client)
     except ModuleNotFoundError as error:
         raise order.error(
-            "is an http(s) URL, and fetching needs httpx: pip install 'aioengine[fetch]', or pass "
-            "MediaConfig(fetcher=...)"
+            "is an http(s) URL, and fetching needs httpx where the engine runs: pip install "
+            "'aioengine[fetch]', or set fetcher of its MediaConfig"
         ) from error
     return await fetch_url(
         url,

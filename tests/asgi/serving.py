@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -74,3 +75,13 @@ def image_url(seed: int, width: int = 60, height: int = 50) -> str:
 def image_part(seed: int, **size: int) -> dict[str, Any]:
     """A part of a chat message."""
     return {"type": "image_url", "image_url": {"url": image_url(seed, **size)}}
+
+
+PYTHON = re.compile(
+    r"\w\((?!s\))|\b(True|False|None|NoneType|dict|str|SamplingParams|StructuredOutputs)\b|\w=[^=]|engine\.|async"
+)
+
+
+def assert_for_clients(message: str) -> None:
+    """No text for those who call the engine in Python."""
+    assert PYTHON.search(message) is None, message

@@ -20,7 +20,7 @@ from starlette.routing import Mount
 
 from aioengine import AsyncEngine
 from aioengine.asgi import openai_app
-from tests.asgi.serving import image_part, openai_client, serving
+from tests.asgi.serving import assert_for_clients, image_part, openai_client, serving
 from tests.support.embedders import QWEN3, SIZES, cosine, pair_tokenizer, save_model
 from tests.support.engines import greedy, running_engine, settled
 
@@ -135,6 +135,7 @@ async def test_scores_of_a_classifier(tmp_path: Path) -> None:
         assert [found[index] for index in range(3)] == pytest.approx(expected)
         response = await client.post(f"{url}/v1/chat/completions", json={"messages": []})
         assert response.status_code == 400
+        assert_for_clients(response.json()["error"]["message"])
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ async def test_what_is_refused(
     with pytest.raises(openai.BadRequestError) as caught:
         await client.post(f"/{path}", body=body, cast_to=object)
     assert caught.value.param == parameter
+    assert_for_clients(caught.value.message)
     assert caught.value.message.startswith(f"Error code: 400 - {parameter}") or "not a field" in (
         caught.value.message
     )

@@ -17,7 +17,7 @@ from aioengine import AsyncEngine
 from aioengine.asgi.api.fields import ANTHROPIC, BLOCKS
 from aioengine.asgi.api.messages import read_counted, read_messages
 from aioengine.errors import InvalidRequestError
-from tests.asgi.serving import image_part, serving
+from tests.asgi.serving import assert_for_clients, image_part, serving
 from tests.asgi.test_http import client_of, mounted
 from tests.support.engines import encoded, greedy, running_engine, settled, until
 from tests.support.scripts import script
@@ -473,6 +473,7 @@ async def test_bad_requests(client: httpx.AsyncClient) -> None:
         assert found["error"].keys() == {"type", "message"}
         assert found["error"]["type"] == "invalid_request_error"
         assert words in found["error"]["message"], found
+        assert_for_clients(found["error"]["message"])
 
 
 async def test_kinds_of_errors(folder: Path) -> None:

@@ -14,7 +14,7 @@ from aioengine.asgi import openai_app
 from aioengine.asgi.responses.items import read_items, without_bytes
 from aioengine.asgi.responses.request import read_response
 from aioengine.errors import InvalidRequestError
-from tests.asgi.serving import serving
+from tests.asgi.serving import assert_for_clients, serving
 from tests.support.engines import running_engine
 
 MODEL = "tiny"
@@ -222,6 +222,7 @@ async def test_what_is_refused(tools_folder: Path) -> None:
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, parameter), (fields, error)
                 assert error["message"] and "messages" not in error["message"], error
+                assert_for_clients(error["message"])
 
 
 def test_items_of_one_turn_add_up() -> None:

@@ -19,7 +19,7 @@ from starlette.routing import Mount
 from aioengine import AsyncEngine
 from aioengine.asgi import openai_app
 from aioengine.asgi.api.chat import read_chat
-from tests.asgi.serving import openai_client, serving
+from tests.asgi.serving import assert_for_clients, openai_client, serving
 from tests.support.engines import running_engine, settled
 from tests.support.scripts import script
 
@@ -237,6 +237,27 @@ async def test_reasoning_effort_reaches_the_template(
         ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [{**CALLED, "x": 1}]}]},
          "messages[1].tool_calls[0].x"),
         ({"tools": [{**WEATHER, "x": 1}]}, "tools[0].x"),
+        ({"seed": {}}, "seed"),
+        ({"stop": 3}, "stop"),
+        ({"top_p": True}, "top_p"),
+        ({"extra_body": {"ignore_eos": 1}}, "ignore_eos"),
+        ({"extra_body": {"top_k": "a"}}, "top_k"),
+        ({"extra_body": {"bad_words": 3}}, "bad_words"),
+        ({"extra_body": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
+        ({"extra_body": {"thinking_budget": -1}}, "thinking_budget"),
+        ({"extra_body": {"min_tokens": None, "skip_special_tokens": []}}, "skip_special_tokens"),
+        ({"extra_body": {"structured_outputs": {"xml": "a"}}}, "structured_outputs.xml"),
+        ({"extra_body": {"structured_outputs": {"json": 3}}}, "structured_outputs.json"),
+        ({"extra_body": {"structured_outputs": {"json": {}, "regex": "a"}}},
+         "structured_outputs"),
+        ({"max_tokens": "a"}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"logit_bias": {"3": "a"}}, "logit_bias[3]"),
+        ({"messages": [{"role": "user", "content": {}}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": "http://a.example/b.png"}]}]},
+         "messages[0].content[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]},
          "tools[0].function.x"),
         ({"tools": [{"name": "a", "x": 1}]}, "tools[0].x"),
@@ -250,6 +271,7 @@ async def test_what_is_refused(client: AsyncOpenAI, options: Any, parameter: str
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(**{"model": MODEL, "messages": ASKED, **options})
     assert caught.value.param == parameter
+    assert_for_clients(caught.value.message)
 
 
 def test_hints_change_nothing() -> None:

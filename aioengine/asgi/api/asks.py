@@ -31,7 +31,7 @@ MAX_SALT_CHARACTERS = 1024
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 """Obfuscation pads events against who guesses texts from their lengths; it is taken, not built."""
-STRUCTURES = tuple(StructuredOutputs.__dataclass_fields__)
+STRUCTURES = dict.fromkeys(StructuredOutputs.__dataclass_fields__, done())
 FORMAT: Fields = {
     "type": done("`text`, `json_object`, `json_schema`"),
     "json_schema": done(),
@@ -135,7 +135,7 @@ def read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
     if own is not None:
         if not isinstance(own, dict):
             raise wrong("structured_outputs", f"an object with one of {', '.join(STRUCTURES)}")
-        return StructuredOutputs(**own)
+        return StructuredOutputs(**known(own, STRUCTURES, "structured_outputs."))
     if wanted is None:
         return None
     if isinstance(wanted, dict):

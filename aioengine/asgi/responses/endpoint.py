@@ -29,8 +29,8 @@ __all__ = ["KeptResponses", "Responses", "read_unkept"]
 ID = re.compile("resp_[0-9a-f]{32}")
 """All that a store is ever asked for: it may make a file's name of it."""
 NEEDS_STORE = (
-    "previous_response_id cannot be followed: this server keeps no responses (response_store=); "
-    "give the earlier items in input"
+    "previous_response_id cannot be followed: this server keeps no responses; give the earlier "
+    "items in input"
 )
 
 

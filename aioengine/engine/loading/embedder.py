@@ -33,7 +33,9 @@ class Embedder:
     def check_generates(self) -> None:
         """Raise InvalidRequestError where the model gives no text."""
         if not self._generates:
-            message = "this model has no output head and gives no text; call embed() or score()"
+            message = (
+                "this model has no output head and gives no text; ask it for embeddings or scores"
+            )
             raise InvalidRequestError(message, parameter="prompt")
 
     def pooling(self, kind: str | None) -> tuple[Pooling, bool]:
@@ -50,8 +52,8 @@ class Embedder:
         settings = self._settings
         if settings.obstacle and kind is None:
             message = (
-                f"the checkpoint's embeddings are not computed here: {settings.obstacle}; with "
-                "pooling= hidden states are pooled without that"
+                f"the checkpoint's embeddings are not computed here: {settings.obstacle}; give "
+                "pooling to have hidden states without that"
             )
             raise InvalidRequestError(message, parameter="pooling")
         if kind == "cls" and self._is_causal:
@@ -72,7 +74,7 @@ class Embedder:
         if self._num_labels > 1:
             message = (
                 f"this model's head has {self._num_labels} labels, and a score needs one; take a "
-                "cross-encoder of one label, or embed()"
+                "cross-encoder of one label, or ask for embeddings"
             )
             raise InvalidRequestError(message, parameter="query", value=self._num_labels)
         return self._num_labels == 1

@@ -153,7 +153,7 @@ async def test_each_modality_has_its_limit(tmp_path: Path, modality: str) -> Non
 async def test_http_is_off_unless_allowed() -> None:
     for url in ("http://127.0.0.1/", "HTTPS://example.org/a.png"):
         text = str(await refuse(url, trusted=True))
-        assert "MediaConfig(allowed_hosts=" in text and "MediaConfig(fetcher=" in text
+        assert "in allowed_hosts" in text and "fetcher" in text
 
 
 async def test_http_through_the_engines_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
