@@ -203,7 +203,7 @@ class MessageReader:
     """Reads one completion's tokens into a message, in an order that streams can show.
 
     `detokenizer`: of its own, where marks of the format are special tokens, which texts leave out;
-    `skipped`: special tokens that are none of these.
+    `skipped`: special tokens that are none of these, where they are left out.
     """
 
     def __init__(
@@ -338,7 +338,8 @@ class TextReaders:
         marks = chat.answers.marks
         kept = {i for i, text in self._special.items() if any(text in mark for mark in marks)}
         own = detokenizer(skips=False) if kept else None
-        return shown, MessageReader(chat.new_parser(), own, frozenset(self._special) - kept)
+        skipped = frozenset(self._special) - kept if params.skip_special_tokens else frozenset()
+        return shown, MessageReader(chat.new_parser(), own, skipped)
 
 
 class _Automaton:

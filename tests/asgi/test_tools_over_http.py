@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+import transformers as hf
 from openai import AsyncOpenAI
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -22,6 +23,8 @@ from aioengine.asgi.api.chat import read_chat
 from tests.asgi.serving import assert_for_clients, openai_client, serving
 from tests.support.engines import running_engine, settled
 from tests.support.scripts import script
+from tests.support.tiny import tiny_llama
+from tests.support.tools_model import save_tiny_text_caller
 
 ASKED: list[Any] = [{"role": "user", "content": "Will it rain in Paris?"}]
 WEATHER: dict[str, Any] = {
@@ -272,6 +275,31 @@ async def test_what_is_refused(client: AsyncOpenAI, options: Any, parameter: str
         await client.chat.completions.create(**{"model": MODEL, "messages": ASKED, **options})
     assert caught.value.param == parameter
     assert_for_clients(caught.value.message)
+
+
+@pytest.mark.parametrize("are_special", [False, True])
+async def test_special_tokens_are_left_out_or_not(tmp_path: Path, are_special: bool) -> None:
+    """Also where the marks of calls are special tokens themselves."""
+    save_tiny_text_caller(tmp_path)
+    if are_special:
+        tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
+        marks = ["<tool_call>", "</tool_call>"]
+        tokenizer.add_special_tokens({"extra_special_tokens": marks})
+        tokenizer.save_pretrained(tmp_path)
+        tiny_llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    async with running_engine(tmp_path, max_model_len=1024) as engine:
+        script(engine, f"a<image>b\n{CALL}")
+        client = engine.openai_client()
+        for skips, text in ((True, "ab"), (False, "a<image>b")):
+            asked: dict[str, Any] = {"model": engine.model_name, "messages": ASKED}
+            asked |= {"tools": [WEATHER], "extra_body": {"skip_special_tokens": skips}}
+            answer = await client.chat.completions.create(**asked)
+            message = answer.choices[0].message
+            assert (message.content or "").strip() == text and message.tool_calls
+            stream: Any = await client.chat.completions.create(**asked, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(pieces).strip() == text
+        await client.close()
 
 
 def test_hints_change_nothing() -> None:
