@@ -306,7 +306,7 @@ async def embedding(service: Service, ask: Ask) -> dict[str, Any]:
 
 
 async def _in_turn(call: Callable[..., Awaitable[Read]], *args: Any, **options: Any) -> Read:
-    """What a call of the engine's returns, which waits where the queue is full."""
+    """Return what a call of the engine returns, once the queue has room for it."""
     while True:
         try:
             return await call(*args, **options)

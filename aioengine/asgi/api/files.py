@@ -188,11 +188,11 @@ class Files:
 
 
 class Listed(Protocol):
-    """What a list is of."""
+    """An entry of a list."""
 
     @property
     def id(self) -> str:
-        """By which a page goes on."""
+        """The name by which a page goes on."""
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's object of it."""
