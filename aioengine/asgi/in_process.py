@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message
 from aioengine.asgi.app import client_app
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import AioEngineError, WrongLoopError, refuse_names, trace_of
+from aioengine.streams.loop_bridge import check_running
 
 try:
     import openai
@@ -153,7 +154,8 @@ class _Exchange:
         return self.head
 
     async def read(self) -> bytes:
-        """Read all that waits; b"" at the end. Raises as `begin` does."""
+        """Read all that waits; b"" at the end. Raises as `begin` does, and WrongLoopError."""
+        self._check_loop()
         while not self._waiting and not self._is_complete:
             await self._change()
         data = b"".join(self._waiting)
@@ -172,19 +174,31 @@ class _Exchange:
         except TimeoutError as error:
             raise self._library.ReadTimeout("nothing has come from the engine in time") from error
 
+    def _check_loop(self) -> None:
+        check_running(self.task.get_loop(), "a response is read and closed on its own event loop")
+
+    def leave_nowait(self) -> None:
+        """Begin to end the app's work, unless its response is complete. Idempotent."""
+        if not self._is_left.is_set():
+            self._is_left.set()
+            if not self._is_complete:
+                self.task.cancel()  # once: a second time would break off its own end
+
     async def leave(self) -> None:
-        """End the app's work, unless its response is complete, and wait for its end. Idempotent."""
-        self._is_left.set()
-        if not self._is_complete:
-            self.task.cancel()
+        """End the app's work, unless its response is complete, and wait for its end. Idempotent.
+
+        Raises WrongLoopError where there is an end to wait for.
+        """
         if not self.task.done():
+            self._check_loop()
+            self.leave_nowait()
             await asyncio.wait([self.task])
 
     def drop(self) -> None:
-        """End the work of an app whose response nobody can read any more; from any thread."""
+        """Begin to end what an app does for a response that nobody can read; from any thread."""
         if not (self._is_complete or self.task.done()):
             with suppress(RuntimeError):  # the loop is closed
-                self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+                self.task.get_loop().call_soon_threadsafe(self.leave_nowait)
 
 
 class _Body:
@@ -192,16 +206,24 @@ class _Body:
 
     def __init__(self, exchange: _Exchange) -> None:
         self._exchange = exchange
+        self._is_given_up = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
             while data := await self._exchange.read():
                 yield data
+        except GeneratorExit:
+            # Garbage mostly. The library's generators around this one are garbage too, and each is
+            # closed by a task of its own, none of which may find another waiting.
+            self._is_given_up = True
+            self._exchange.leave_nowait()
+            raise
         finally:  # a reader that is cancelled may not close what it reads
-            await self._exchange.leave()
+            await self.aclose()
 
     async def aclose(self) -> None:
-        await self._exchange.leave()
+        if not self._is_given_up:
+            await self._exchange.leave()
 
     def __del__(self) -> None:
         self._exchange.drop()

@@ -126,6 +126,25 @@ async def test_a_stream_that_is_read_in_part_and_dropped(
     await until(lambda: other_tasks() <= before)
 
 
+async def test_streams_that_are_left_in_the_middle_of_a_loop(
+    engine: AsyncEngine, client: AsyncOpenAI
+) -> None:
+    """Each leaves a row of generators, which the collector finds at once."""
+    before = other_tasks()
+    failures: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    for _ in range(3):
+        async for _ in await client.chat.completions.create(**asked(ENDLESS), stream=True):
+            break
+
+    def are_left() -> bool:
+        gc.collect()
+        return engine.statistics().aborted == 3 and other_tasks() <= before
+
+    await until(are_left)
+    assert not failures
+
+
 async def test_a_stream_that_nobody_has_read(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     """It is dropped by another thread, as a collection may come up anywhere."""
     held = [await client.chat.completions.create(**asked(ENDLESS), stream=True)]
@@ -185,6 +204,23 @@ async def test_another_loop(client: AsyncOpenAI) -> None:
 
     with pytest.raises(errors.WrongLoopError, match="the event loop that started it"):
         await asyncio.to_thread(ask)
+
+
+async def test_a_stream_on_another_loop(engine: AsyncEngine, client: AsyncOpenAI) -> None:
+    """It says so at once, whatever is tried there, and goes on where it belongs."""
+    expected = (await engine.generate(HELLO, greedy(ENDLESS))).text
+    stream: Any = await client.chat.completions.create(**asked(ENDLESS), stream=True)
+    first = (await anext(stream)).choices[0].delta.content or ""
+
+    def elsewhere(ask: Any) -> None:
+        asyncio.run(asyncio.wait_for(ask(), DEADLINE_S))
+
+    for ask in (stream.response.aclose, client.close):
+        with pytest.raises(errors.WrongLoopError, match="on its own event loop"):
+            await asyncio.to_thread(elsewhere, ask)
+    assert engine.statistics().running == 1
+    async with stream:
+        assert first + await text_of(stream) == expected
 
 
 def count_requests(client: AsyncOpenAI) -> list[Any]:
