@@ -231,3 +231,11 @@ def test_items_of_one_turn_add_up() -> None:
     assert conversation.messages == [
         {"role": "assistant", "content": "a\nb\na", "reasoning_content": "c\nd"}
     ]
+
+
+def test_a_tool_has_its_place_behind_an_earlier_response() -> None:
+    ask = read_response({"input": "a", "tools": [WEATHER], "previous_response_id": "resp_1"})
+    path = "tools[0].function.name"
+    error = ask.after([]).in_its_words(InvalidRequestError(f"{path} is wrong", parameter=path))
+    assert isinstance(error, InvalidRequestError)
+    assert (error.parameter, str(error)) == ("tools[0].name", "tools[0].name is wrong")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -41,6 +42,8 @@ INCLUDABLE = (
 )
 CHOICES = ("auto", "none", "required")
 REASONING = ("effort", "summary", "generate_summary", "context", "mode")
+FUNCTION = re.compile(r"^(tools\[[0-9]+\])\.function\b")
+"""Place in a tool of the engine's, which here has no function of its own."""
 TOOL = ("type", "name", "description", "parameters", "strict", "output_schema")
 
 
@@ -77,7 +80,7 @@ class ResponseAsk(Ask):
     def in_its_words(self, error: Exception) -> Exception:
         """An error that names the client's own parameter."""
         name = getattr(error, "parameter", None) or ""
-        place = self.conversation.place(name)
+        place = FUNCTION.sub(r"\1", self.conversation.place(name))
         if place != name and isinstance(error, InvalidRequestError):
             return error.for_parameter(place)
         return Ask.in_its_words(self, error)
@@ -93,7 +96,6 @@ def read_response(body: Mapping[str, Any]) -> ResponseAsk:
     items = [] if previous_id is not None else given["input"]
     conversation = read_items(items, instructions)
     tools, choice = _read_tools(given), given.get("tool_choice", "auto")
-    conversation.places |= {f"tools[{i}].function": f"tools[{i}]" for i in range(len(tools))}
     allowed, wanted = _read_choice(choice, tools)
     text = _read_text(given.get("text", {}))
     reasoning, options = _read_reasoning(given)
