@@ -131,7 +131,8 @@ class _Writer:
     def call(self, place: int, function: Mapping[str, Any]) -> Iterator[str]:
         """Write the rules for calls of one tool."""
         name, schema = function["name"], function.get("parameters") or {}
-        before = self.literal(self._form.before.replace("NAME", name))
+        # A name is letters, though a special token may be spelled like it.
+        before = f" {quoted(name)} ".join(map(self.literal, self._form.before.split("NAME")))
         yield f"call{place}: {before} arguments{place} {self.literal(self._form.after)}"
         kinds = schema.get("type", "object")
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):

@@ -144,6 +144,22 @@ def test_the_end_of_an_answer_may_be_a_part_of_its_last_mark() -> None:
     assert "<|eot_id|>" in "".join(answers.marks)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "described tags"])
+def test_a_name_that_is_spelled_like_a_special_token(kind: str) -> None:
+    _, form = form_of(kind)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("weather", special=True)])
+    special = {"weather": tokenizer.convert_tokens_to_ids("weather")}
+    vocabulary = hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[2])
+    written = write_grammar(form, {0: WEATHER}, is_one=True, special=special)
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(written.text))
+    text = form.first + form.write("weather", {"city": "Rome"}) + form.last
+    letters = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert special["weather"] not in letters
+    assert matcher.try_consume_tokens(letters) == len(letters)
+    assert matcher.is_accepting()
+
+
 @pytest.mark.parametrize(
     ("schema", "taken", "refused"),
     [
