@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Self
@@ -86,6 +87,14 @@ class TokenSink:
         """The stream has ended, and lets go of the engine: its reader may keep it for long."""
         self.close_request = lambda: None
         _wake(self.readers, self.result_waiters)
+
+    def close(self) -> None:
+        """Nobody reads any more: what has not ended is ended at once."""
+        if not self.has_ended:
+            self.is_closed = True
+            self.close_request()
+            self.end()
+        self.pending.clear()
 
     def check_loop(self) -> None:
         """Raise WrongLoopError on any other loop than the stream's."""
@@ -187,13 +196,8 @@ class TokenStream:
 
     def close(self) -> None:
         """Stop reading; a request that has not ended is ended at once. Idempotent."""
-        box = self._sink
-        box.check_loop()
-        if not box.has_ended:
-            box.is_closed = True
-            box.close_request()
-            box.end()
-        box.pending.clear()
+        self._sink.check_loop()
+        self._sink.close()
 
     async def aclose(self) -> None:
         """`close()`, for those who expect to await it."""
@@ -224,10 +228,14 @@ class TokenStream:
         return f"<{type(self).__name__} {self.request_id!r} is {state}: {counts}>"
 
     def __del__(self) -> None:
-        if not self._sink.has_ended:
+        box = self._sink
+        if not box.has_ended:
+            if box.loop is not None:
+                with suppress(RuntimeError):  # the loop is closed
+                    box.loop.call_soon_threadsafe(box.close)  # the collector runs in any thread
             warnings.warn(
-                f"a TokenStream (request {self.request_id!r}) was dropped before its end; use "
-                f"'async with' or close() it",
+                f"a TokenStream (request {self.request_id!r}) was dropped before its end, and its "
+                f"request is ended; use 'async with' or close() it",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,

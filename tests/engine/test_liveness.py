@@ -275,6 +275,21 @@ async def test_closing_a_stream_ends_its_request(folder: Path) -> None:
         assert engine.statistics().stages["step"].count < 50
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_a_stream_that_is_dropped_ends_its_request(folder: Path, is_elsewhere: bool) -> None:
+    async with running_engine(folder) as engine:
+        streams = [engine.stream(ids(5), greedy(400))]
+        assert await streams[0].receive()
+        with pytest.warns(ResourceWarning, match="and its request is ended"):
+            if is_elsewhere:  # the collector runs in any thread
+                await asyncio.to_thread(streams.clear)
+            else:
+                streams.clear()
+        await settled(engine)
+        assert engine.statistics().aborted == 1
+        assert engine.statistics().stages["step"].count < 50
+
+
 async def test_a_stream_may_be_closed_before_its_request_has_begun(folder: Path) -> None:
     async with running_engine(folder) as engine:
         engine.stream(ids(5), greedy()).close()
