@@ -196,8 +196,9 @@ class InputProcessor:
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
             self._renderer = ChatRenderer(self._loaded.layout_processor)
+        messages: list[Any] = [*(prompt.messages or ())]
         return self._renderer.render(
-            list(prompt.messages or ()),
+            messages,
             fillings(prompt),
             tools=prompt.tools,
             choice=prompt.tool_choice or "auto",

@@ -16,7 +16,7 @@ from aioengine.processors.chat.parts import ChatMedia
 from aioengine.processors.chat.tools import list_tools, read_choice, read_tools
 from aioengine.processors.mm_kwargs import copy_options
 from aioengine.sampling_params import SamplingParams, StructuredOutputs
-from aioengine.types import Prompt
+from aioengine.types import Message, Prompt
 
 __all__ = [
     "CHAT",
@@ -60,7 +60,8 @@ KEYS = {
 }
 """Keys of a prompt in vLLM's form, and the fields of `Prompt` that they fill."""
 
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Prompt
+Messages = Sequence[Mapping[str, Any] | Message]
+PromptLike = str | Sequence[int] | Messages | Mapping[str, Any] | Prompt
 
 
 BATCH_DIMENSIONS = {"image": 4, "video": 5}
@@ -99,9 +100,14 @@ def read_prompt(
         if f"{half}_text" in halves and f"{half}_token_ids" in halves:
             message = f"give {half}_text or {half}_token_ids, not both"
             raise InvalidRequestError(message, parameter=f"{half}_text")
-    return replace(
-        read, media=merged, uuids=uuids, mm_processor_kwargs=copy_options(read.mm_processor_kwargs)
-    )
+    options = copy_options(read.mm_processor_kwargs)
+    messages = None if read.messages is None else [*map(_as_mapping, read.messages)]
+    return replace(read, messages=messages, media=merged, uuids=uuids, mm_processor_kwargs=options)
+
+
+def _as_mapping(message: Any) -> Any:
+    """A message as a mapping, if it is an answer of a model's."""
+    return message.to_dict() if isinstance(message, Message) else message
 
 
 def _read_chat(prompt: Prompt, given: Mapping[str, Any]) -> Prompt:
@@ -190,7 +196,10 @@ def _as_prompt(prompt: Any) -> Prompt:
         return _from_mapping(prompt)
     if isinstance(prompt, list | tuple):
         first = prompt[0] if prompt else None
-        if isinstance(first, Mapping) and not first.keys() & {*KEYS, *HALF_PROMPTS}:
+        is_message = isinstance(first, Message)
+        if isinstance(first, Mapping):
+            is_message = not first.keys() & {*KEYS, *HALF_PROMPTS}
+        if is_message:
             return Prompt(messages=prompt)
         if isinstance(first, str | list | tuple | Mapping | Prompt):
             message = (

@@ -175,7 +175,7 @@ class Prompt:
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, Any] | Message] | None = None
     media: Mapping[str, Any] = field(default_factory=dict)
     encoder_text: str | None = None
     encoder_token_ids: Sequence[int] | None = None

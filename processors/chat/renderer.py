@@ -34,7 +34,7 @@ from aioengine.processors.chat.parts import (
     read_item,
     wrong,
 )
-from aioengine.processors.chat.tools import check_depth, read_calls, read_name
+from aioengine.processors.chat.tools import check_depth, read_calls, read_id
 from aioengine.processors.encdec import EncDecMultiModalProcessor
 from aioengine.processors.processor import BaseMultiModalProcessor
 from aioengine.processors.prompt.updates import find
@@ -167,7 +167,8 @@ class ChatRenderer:
         if message.get("name") is not None:
             read["name"] = self._literals.mark(part_text(message["name"], f"{path}.name"))
         if message.get("tool_call_id") is not None:
-            read["tool_call_id"] = read_name(message["tool_call_id"], f"{path}.tool_call_id")
+            call_id = read_id(message["tool_call_id"], f"{path}.tool_call_id")
+            read["tool_call_id"] = self._literals.guard(call_id)
         for key in REASONING:
             if message.get(key) is not None:
                 name = _known_key(key, template)

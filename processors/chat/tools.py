@@ -16,12 +16,14 @@ from weakref import WeakKeyDictionary
 from aioengine.errors import InvalidRequestError, shown
 from aioengine.processors.chat.parts import invalid, part_text, wrong
 
-__all__ = ["CHOICES", "list_tools", "read_calls", "read_choice", "read_name", "read_tools"]
+__all__ = ["CHOICES", "list_tools", "read_calls", "read_choice", "read_id", "read_tools"]
 
 CHOICES = ("auto", "none", "required")
 """Names of what a model may do with its tools, beside calling a certain one."""
 MAX_TOOLS = 1024
 MAX_DEPTH = 64
+MAX_ID = 256
+"""Characters."""
 """Of lists and objects in a tool or a call."""
 _SCHEMAS: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
 NAME = re.compile(r"[\w.:/-]{1,256}")
@@ -106,11 +108,19 @@ def _schema_of(function: Callable[..., Any], path: str) -> dict[str, Any]:
 
 
 def read_name(value: object, path: str) -> str:
-    """Read the name of a tool or of a call. Raises InvalidRequestError."""
+    """Read the name of a tool. Raises InvalidRequestError."""
     text = part_text(value, path)
     if NAME.fullmatch(text) is None:
         rule = "must be letters, digits and ._:/- alone, 256 at most"
         raise invalid(path, f"{rule}, not {shown(text, 40)}")
+    return text
+
+
+def read_id(value: object, path: str) -> str:
+    """Read the id of a call, which others may have made. Raises InvalidRequestError."""
+    text = part_text(value, path)
+    if not 0 < len(text) <= MAX_ID or not text.isprintable():
+        raise invalid(path, f"must be printable text of 1 to {MAX_ID} characters")
     return text
 
 
@@ -163,7 +173,7 @@ def _read_call(call: Any, path: str) -> dict[str, Any]:
         raise wrong(f"{path}.function.arguments", "an object or its JSON", arguments)
     read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if call.get("id") is not None:
-        read = {"id": read_name(call["id"], f"{path}.id"), **read}
+        read = {"id": read_id(call["id"], f"{path}.id"), **read}
     return read
 
 

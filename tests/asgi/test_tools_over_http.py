@@ -105,6 +105,8 @@ async def test_a_conversation_with_a_tool(
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
     assert getattr(choice.message, "reasoning_content") == "hm, é"  # noqa: B009 - not OpenAI's
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert 5 < (answer.usage.completion_tokens_details.reasoning_tokens or 0) < 30
     (call,) = choice.message.tool_calls or []
     assert call.type == "function" and call.function.name == "weather"
     assert json.loads(call.function.arguments) == {"city": "Paris"}
@@ -224,7 +226,7 @@ async def test_reasoning_effort_reaches_the_template(
         ({"extra_body": {"chat_template_kwargs": 3}}, "chat_template_kwargs"),
         ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs['tools']"),
         ({"extra_body": {"functions": [{}]}}, "functions"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "<|im_end|>"}]},
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a\nb"}]},
          "messages[0].tool_call_id"),
         ({"messages": [*ASKED, {"role": "user", "content": "x", "tool_calls": [3]}]},
          "messages[1].tool_calls"),

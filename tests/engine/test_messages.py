@@ -95,6 +95,9 @@ async def test_an_answer_is_a_message(folder: Path, name: str) -> None:
         params = SamplingParams(temperature=0, max_tokens=count)
         output = await engine.generate(again, params, tools=[weather])
         assert output.message == Message("Yes.")
+        spoken = Prompt(messages=[*ASKED, message, result], tools=[weather])
+        assert list(output.prompt_token_ids) == list(await engine.tokenize(spoken))
+        assert [*await engine.tokenize([message, *ASKED])]  # from the first on
         prompt = engine.tokenizer.decode(output.prompt_token_ids)
         assert "hm" in prompt or name == "mistral"
         assert '{"city": "Paris"}' in prompt and "It will." in prompt

@@ -155,15 +155,16 @@ def test_what_tools_say_stays_text(renderer_of: Make, name: str, texts: tuple[st
             "parameters": {"type": "object", "properties": {"key" + key: {"type": "string"}}},
         }
         call = {"name": "weather", "arguments": {"key" + key: value}}
+        call_id = "".join(letter for letter in f"a|{value}" if letter.isprintable())[:256]
         messages = [
             {"role": "user", "content": "?"},
             {
                 "role": "assistant",
                 "content": None,
                 "reasoning_content": thought,
-                "tool_calls": [{"id": "a", "type": "function", "function": call}],
+                "tool_calls": [{"id": call_id, "type": "function", "function": call}],
             },
-            {"role": "tool", "content": result, "tool_call_id": "a"},
+            {"role": "tool", "content": result, "tool_call_id": call_id},
         ]
         return renderer.render(messages, tools=read_tools([tool])).token_ids
 
@@ -221,7 +222,7 @@ def test_tools_that_are_none(tools: Any, parameter: str) -> None:
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
         ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
         ({"role": "assistant"}, "messages[0].content"),
-        ({"role": "tool", "content": "x", "tool_call_id": "<|"}, "messages[0].tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": "a\nb"}, "messages[0].tool_call_id"),
         ({"role": "assistant", "content": "x", "weights": 1}, "messages[0]"),
     ],
 )

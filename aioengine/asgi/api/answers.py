@@ -189,11 +189,14 @@ def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages)
+    runs = (run for request in outputs for output in request.outputs for run in output.runs)
+    num_thought = sum(run.num_tokens for run in runs if run.kind == "reasoning")
     return {
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": num_thought},
         }
     }
