@@ -102,5 +102,5 @@ class _Endpoint:
 
 def _query_of(scope: Scope) -> dict[str, str]:
     """Fields of a query; OpenAI's clients write `name[]` for those that are lists."""
-    given = QueryParams(scope["query_string"])
+    given = QueryParams(scope.get("query_string", b""))
     return {name.partition("[")[0]: value for name, value in given.items()}
