@@ -81,8 +81,7 @@ class InProcessClient(openai.DefaultAsyncHttpxClient):
         self, engine: AsyncEngine, app: ASGIApp, work: Collection[asyncio.Future[None]] = ()
     ) -> None:
         """`work`: of the app's, beside its requests; it ends with the client."""
-        library = import_module(InProcessClient.__mro__[2].__module__.partition(".")[0])
-        transport: Any = _Transport(app, library, work)
+        transport: Any = _Transport(app, _http_library(), work)
         # No proxies and no passwords of the environment's: nothing leaves the process.
         super().__init__(transport=transport, trust_env=False)
         self._engine = engine
@@ -99,6 +98,12 @@ class InProcessClient(openai.DefaultAsyncHttpxClient):
         except AioEngineError:
             pass  # the app says so, in OpenAI's words
         return super().build_request(*args, **options)
+
+
+def _http_library() -> Any:
+    """Return the module, httpx or httpx2, that the package's HTTP clients are classes of."""
+    base = openai.DefaultAsyncHttpxClient.__mro__[1]
+    return import_module(base.__module__.partition(".")[0])
 
 
 class _Exchange:
