@@ -1,17 +1,20 @@
 """examples/reference_app with the engine in its process, and with a server of the model beside it.
 
     PYTHONPATH=. HF_HUB_OFFLINE=1 python benchmarks/application.py FOLDER [--rounds 3]
-        [--against llama.cpp,transformers,transformers-batched] [--llama BIN --gguf FILE]
+        [--against llama.cpp,transformers,transformers-batched]
+        [--llama BIN --gguf FILE [--mmproj FILE]]
 
-FOLDER holds a text model that knows ChatML's marks, as the one of `make real-test`; its chat
-template is replaced by one with tools. BIN holds `llama-server` (docs/benchmarks.md says how
-llama.cpp is built); `transformers serve` needs accelerate.
+FOLDER holds a model that knows ChatML's marks: that of `make real-test`, or one that takes images
+(contenders/seeing_model.py). Its chat template is replaced by one with tools. BIN holds
+`llama-server` (docs/benchmarks.md says how llama.cpp is built); `transformers serve` needs
+accelerate.
 
 Users each send one request after the other: two questions of three turns, then an upload of one
-turn. Every turn makes the same number of tokens everywhere, from the same prompt: what the model
-writes is streamed, and then replaced by calls that were written before, so that conversations go on
-in the same way (`Rehearsed`). Meanwhile the application recomputes its report each second, in plain
-Python, and is asked for its health twenty times a second.
+turn; or, where the model takes images, an upload that it is shown, then a question. Every turn
+makes the same number of tokens everywhere, from the same prompt: what the model writes is streamed,
+and then replaced by calls that were written before, so that conversations go on in the same way
+(`Rehearsed`). Meanwhile the application recomputes its report each second, in plain Python, and is
+asked for its health twenty times a second.
 
 In each round every contender is started once, one after the other: start until healthy and until
 the first answer, one user, eight users, memory (PSS of all its processes, the application's too).
@@ -32,8 +35,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,21 +67,20 @@ from PIL import Image
 
 READY_WITHIN_S = 240.0
 PING_EVERY_S = 0.05
+Act = Callable[[Any, int, "Times"], Awaitable[None]]
 
 
 # ---- users
 
 
-def make_receipt() -> bytes:
-    """A photograph's worth of detail."""
-    small = np.random.default_rng(0).integers(0, 256, (150, 100, 3), dtype=np.uint8)
+@cache
+def make_receipt(number: int) -> bytes:
+    """A photograph's worth of detail, another for each number."""
+    small = np.random.default_rng(number).integers(0, 256, (150, 100, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     image = Image.fromarray(small).resize((1800, 2700), Image.Resampling.BICUBIC)
     image.save(buffer, "JPEG", quality=85)
     return buffer.getvalue()
-
-
-RECEIPT = make_receipt()
 
 
 @dataclass
@@ -109,13 +114,17 @@ async def ask(session: Any, number: int, times: Times) -> None:
 async def upload(session: Any, number: int, times: Times) -> None:
     begin = time.perf_counter()
     form = aiohttp.FormData()
-    form.add_field("image", RECEIPT, filename="receipt.jpg", content_type="image/jpeg")
+    form.add_field("image", make_receipt(number), filename="receipt.jpg", content_type="image/jpeg")
     form.add_field("note", f"Taxi, {number:04}, 12.50, 2020-01-01")
     async with session.post("/receipts", data=form) as response:
         response.raise_for_status()
         if (await response.json())["expense"] is None:
             raise RuntimeError("a receipt was not filed")
     times.upload.append(time.perf_counter() - begin)
+
+
+ACTS = {False: (ask, ask, upload), True: (upload, ask)}
+"""What users do in turns, by whether the model takes images."""
 
 
 async def ping(session: Any, times: Times) -> None:
@@ -127,16 +136,24 @@ async def ping(session: Any, times: Times) -> None:
         await asyncio.sleep(PING_EVERY_S)
 
 
-async def load(port: int, users: int, requests: int, first: int) -> tuple[Times, dict[str, int]]:
+async def load(
+    port: int, users: int, requests: int, first: int, acts: Sequence[Act]
+) -> tuple[Times, dict[str, int]]:
     """So many users, each with so many requests; and the tokens that these took."""
     times = Times()
+    plan = [
+        [(acts[i % len(acts)], first + place * requests + i) for i in range(requests)]
+        for place in range(users)
+    ]
+    for act, number in chain(*plan):
+        if act is upload:
+            make_receipt(number)  # and keep it
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as session:
 
-        async def user(place: int) -> None:
-            for number in range(requests):
-                act = upload if number % 3 == 2 else ask
-                await act(session, first + place * requests + number, times)
+        async def user(visits: list[tuple[Act, int]]) -> None:
+            for act, number in visits:
+                await act(session, number, times)
 
         async def counts() -> Counter[str]:
             async with session.get("/counts") as response:
@@ -145,7 +162,7 @@ async def load(port: int, users: int, requests: int, first: int) -> tuple[Times,
         before = await counts()
         pinger = asyncio.create_task(ping(session, times))
         begin = time.perf_counter()
-        await asyncio.gather(*(user(place) for place in range(users)))
+        await asyncio.gather(*map(user, plan))
         times.whole = time.perf_counter() - begin
         pinger.cancel()
         return times, dict(await counts() - before)
@@ -177,21 +194,21 @@ def measure(
     name: str, models: tuple[Path, Path], work: Path, options: argparse.Namespace
 ) -> dict[Any, Any]:
     """One round of one contender."""
-    app_port, port = free_port(), free_port()
+    app_port, port, acts = free_port(), free_port(), ACTS[options.sees_images]
     contender = contender_of(name, models[name in (SERVE, BATCHED)], port, options)
     found: dict[Any, Any] = {"load_before": os.getloadavg()[0]}
     begin = time.perf_counter()
     with running(contender, app_port, work) as pids:
         asyncio.run(healthy(app_port, pids))
         found["ready_s"] = time.perf_counter() - begin
-        asyncio.run(load(app_port, 1, 1, 9000))
+        asyncio.run(load(app_port, 1, 1, 9000, acts))
         found["first_answer_s"] = time.perf_counter() - begin
-        asyncio.run(load(app_port, 1, 3, 9100))
-        asyncio.run(load(app_port, options.most_users, 1, 9200))  # warm: uploads, and all slots
+        asyncio.run(load(app_port, 1, 3, 9100, acts))
+        asyncio.run(load(app_port, options.most_users, 1, 9200, acts))  # warms all slots
         for users in options.users:
             requests = options.requests if users > 1 else options.requests + 3
             used_s = cpu_s(pids)
-            times, counts = asyncio.run(load(app_port, users, requests, 1000 * users))
+            times, counts = asyncio.run(load(app_port, users, requests, 1000 * users, acts))
             times.cpu = cpu_s(pids) - used_s
             if counts["completion_tokens"] != counts["turns"] * options.tokens:
                 raise RuntimeError(f"not {options.tokens} tokens a turn: {counts}")
@@ -248,7 +265,7 @@ def options_of() -> argparse.Namespace:
     )
     listed = parser.add_argument
     listed("model", type=Path, nargs="?", metavar="FOLDER")
-    listed("--against", default=",".join((LLAMA, SERVE, BATCHED)), help="peers, by comma")
+    listed("--against", default=None, help="peers, by comma")
     listed("--rounds", type=int, default=3)
     listed("--users", type=lambda text: [*map(int, text.split(","))], default=[1, 8])
     listed("--requests", type=int, default=6, help="of each user; a single one has 3 more")
@@ -256,18 +273,32 @@ def options_of() -> argparse.Namespace:
     listed("--threads", type=int, default=len(os.sched_getaffinity(0)))
     listed("--llama", type=Path, default=None, metavar="BIN")
     listed("--gguf", type=Path, default=None, help="the model in bfloat16, for llama.cpp")
+    listed("--mmproj", type=Path, default=None, help="its vision tower, for llama.cpp")
     listed("--lock", type=Path, default=None, help="held while something is measured")
     listed("--role", choices=("users", "app"), default="users", help=argparse.SUPPRESS)
     listed("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.most_users = max(options.users)
-    options.against = [name for name in options.against.split(",") if name]
-    if options.role == "users" and options.model is None:
-        parser.error("FOLDER is missing")
-    is_asked = options.role == "users" and LLAMA in options.against
-    if is_asked and (options.llama is None or options.gguf is None):
-        parser.error("llama.cpp needs --llama and --gguf, or leave it out of --against")
+    if options.role == "users":
+        check(options, parser)
     return options
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Complete the users' options; end the program where some are missing."""
+    if options.model is None:
+        parser.error("FOLDER is missing")
+    options.most_users = max(options.users)
+    config = json.loads((options.model / "config.json").read_text())
+    options.sees_images = "vision_config" in config
+    # Batches are of text only: with images, `transformers serve` answers one after the other.
+    peers = [LLAMA, SERVE] if options.sees_images else [LLAMA, SERVE, BATCHED]
+    given = ",".join(peers) if options.against is None else options.against
+    options.against = [name for name in given.split(",") if name]
+    needs = {"--llama": options.llama, "--gguf": options.gguf}
+    if options.sees_images:
+        needs["--mmproj"] = options.mmproj
+    if LLAMA in options.against and None in needs.values():
+        parser.error(f"llama.cpp needs {', '.join(needs)}, or leave it out of --against")
 
 
 def main() -> None:
@@ -300,6 +331,7 @@ def main() -> None:
                 )
     about: dict[str, Any] = {
         "benchmark": "application",
+        "sees_images": options.sees_images,
         "machine": report.machine("bfloat16", options.threads),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "lines": num_lines(),

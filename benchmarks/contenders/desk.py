@@ -31,14 +31,18 @@ KV_BYTES = 360 << 20
 """The same of SmolLM2-135M, in bytes: 30 layers of 3 heads, keys and values of 64 each."""
 TEMPLATE = "".join(
     (
-        r"{{ '<|im_start|>system\n' + messages[0].content }}",
+        r"{% macro said(content) %}{% if content is string %}{{ content }}{% else %}",
+        r"{% for part in content or [] %}{{ part.text or '<image>' }}{% endfor %}",
+        r"{% endif %}{% endmacro %}",
+        r"{{ '<|im_start|>system\n' + said(messages[0].content) }}",
         r"{{ '\n\nYou may call functions, each as\n<tool_call>\n' }}",
         r"""{{ '{"name": "function", "arguments": {"key": "value"}}\n</tool_call>\n' }}""",
-        r"{{ 'The functions:\n' }}{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}",
+        r"{{ 'The functions:\n' }}{% for tool in tools or [] %}{{ (tool | tojson) + '\n' }}",
+        r"{% endfor %}",
         r"{{ '<|im_end|>\n' }}{% for message in messages %}{% if message.role == 'tool' %}",
-        r"{{ '<|im_start|>user\n<tool_response>\n' + message.content }}",
+        r"{{ '<|im_start|>user\n<tool_response>\n' + said(message.content) }}",
         r"{{ '\n</tool_response><|im_end|>\n' }}{% elif message.role != 'system' %}",
-        r"{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}",
+        r"{{ '<|im_start|>' + message.role + '\n' + said(message.content) }}",
         r"{% for call in message.tool_calls or [] %}",
         r"""{{ '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}""",
         r"{% if call.function.arguments is string %}{{ call.function.arguments }}",
@@ -150,11 +154,11 @@ class Contender:
 
 def contender_of(name: str, model: Path, port: int, options: argparse.Namespace) -> Contender:
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": options.tokens}
-    where = {"backend": "http", "url": f"http://127.0.0.1:{port}/v1", "model": str(model)}
+    base = {"model": str(model), "sampling": sampling, "sees_images": options.sees_images}
     if name == OURS:
         sampling["ignore_eos"] = True
         engine = {"dtype": "bfloat16", "kv_cache_bytes": KV_BYTES}
-        return Contender(name, {"model": str(model), "sampling": sampling, "engine": engine})
+        return Contender(name, {**base, "engine": engine})
     if name == LLAMA:
         sampling |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         command = [options.llama / "llama-server", "-m", options.gguf, "-t", options.threads]
@@ -169,13 +173,16 @@ def contender_of(name: str, model: Path, port: int, options: argparse.Namespace)
             "--no-webui",
         ]
         command += ["--chat-template-file", model / "chat_template.jinja"]
+        if options.sees_images:
+            command += ["--mmproj", options.mmproj]
     else:  # its copy of the model has no end-of-sequence token
         command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model]
         command += ["--dtype", "bfloat16", "--port", port]
         if name == BATCHED:
             blocks = ["--cb-block-size", 32, "--cb-num-blocks", CONTEXT // 32]
             command += ["--continuous-batching", *blocks]
-    return Contender(name, {**where, "sampling": sampling}, [str(word) for word in command])
+    settings = {**base, "backend": "http", "url": f"http://127.0.0.1:{port}/v1"}
+    return Contender(name, settings, [str(word) for word in command])
 
 
 def prepare(source: Path, work: Path) -> tuple[Path, Path]:
@@ -204,7 +211,7 @@ def running(contender: Contender, app_port: int, work: Path) -> Iterator[list[in
     data = work / f"data-{app_port}"
     data.mkdir()
     seed(data / "desk.sqlite")
-    given = {**contender.settings, "sees_images": False, "data": str(data), "report_every_s": 1}
+    given = {**contender.settings, "data": str(data), "report_every_s": 1}
     desk = {
         f"DESK_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
         for name, value in given.items()
