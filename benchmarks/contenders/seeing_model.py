@@ -26,9 +26,7 @@ from transformers import (
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-SIDE, PATCH, MERGED, WIDTH, TILES = 512, 16, 4, 768, 2
-TOKENS = (SIDE // PATCH // MERGED) ** 2
-"""Of a tile."""
+SIDE, PATCH, MERGED, WIDTH, LAYERS, TILES = 512, 16, 4, 768, 12, 2
 SPECIAL = (
     "<fake_token_around_image>",
     "<image>",
@@ -51,8 +49,8 @@ def make_processor(source: Path) -> Any:
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     )
-    template = tokenizer.chat_template
-    return Idefics3Processor(images, tokenizer, image_seq_len=TOKENS, chat_template=template)
+    template, count = tokenizer.chat_template, (SIDE // PATCH // MERGED) ** 2
+    return Idefics3Processor(images, tokenizer, image_seq_len=count, chat_template=template)
 
 
 def make_model(source: Path, tokenizer: Any) -> Any:
@@ -68,7 +66,7 @@ def make_model(source: Path, tokenizer: Any) -> Any:
         vision_config={
             "hidden_size": WIDTH,
             "intermediate_size": 4 * WIDTH,
-            "num_hidden_layers": 12,
+            "num_hidden_layers": LAYERS,
             "num_attention_heads": 12,
             "image_size": SIDE,
             "patch_size": PATCH,
@@ -89,6 +87,7 @@ def make_model(source: Path, tokenizer: Any) -> Any:
 
 
 def make(source: Path, folder: Path) -> None:
+    """Write the model and its processor to `folder`."""
     processor = make_processor(source)
     make_model(source, processor.tokenizer).save_pretrained(folder)
     processor.save_pretrained(folder)
