@@ -290,6 +290,8 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     options.most_users = max(options.users)
     config = json.loads((options.model / "config.json").read_text())
     options.sees_images = "vision_config" in config
+    if options.requests < len(ACTS[options.sees_images]):
+        parser.error("--requests: each user has to upload and to ask")
     # Batches are of text only: with images, `transformers serve` answers one after the other.
     peers = [LLAMA, SERVE] if options.sees_images else [LLAMA, SERVE, BATCHED]
     given = ",".join(peers) if options.against is None else options.against
