@@ -151,7 +151,7 @@ class ImageReaderProcessor(EncDecMultiModalProcessor):
     ) -> TextOrTokens:
         if not mm_items.get_all_counts().get("image"):
             raise InvalidRequestError(
-                "the model writes what it sees; give it an image", parameter="images"
+                "the model writes what it sees; give it an image: images=[...]", parameter="images"
             )
         return [0]
 

@@ -119,7 +119,7 @@ class SpeechMultiModalProcessor(EncDecMultiModalProcessor):
     ) -> TextOrTokens:
         if not mm_items.get_all_counts().get("audio"):
             raise InvalidRequestError(
-                "the model transcribes what it hears; give it audio",
+                "the model transcribes what it hears; give it audio: audios=[...]",
                 parameter="audios",
             )
         return [0]

@@ -29,7 +29,7 @@ def nested(depth: int) -> dict[str, Any]:
          "'max_new_tokens' is not a field of this request; did you mean 'max_tokens'?"),
         ({"qqq": 1, "temprature": 0}, "qqq", "'qqq' is not a field of this request"),
         ({"structured_outputs": {"rexeg": "a"}}, "structured_outputs.rexeg",
-         "StructuredOutputs has no field 'rexeg'; did you mean 'regex'?"),
+         "'rexeg' is not a field of structured_outputs; did you mean 'regex'?"),
         ({"structured_outputs": 3}, "structured_outputs",
          "structured_outputs must be an object with one of json, json_object, regex, choice, "
          "grammar"),

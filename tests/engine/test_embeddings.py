@@ -190,7 +190,7 @@ async def test_a_checkpoint_says_how_it_is_pooled(
             other = await engine.embed(PROMPT, pooling="last", normalize=normalize)
             length = 1 if normalize else np.linalg.norm(rows[-1])
             assert np.linalg.norm(other) == pytest.approx(length, rel=1e-5)
-        with pytest.raises(InvalidRequestError, match=r"gives no text; call embed\(\) or score"):
+        with pytest.raises(InvalidRequestError, match=r"gives no text; ask it for embeddings"):
             await engine.generate(PROMPT)
 
 
