@@ -156,12 +156,8 @@ class ChatRenderer:
         role = message.get("role")
         if role not in ROLES:
             raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}")
-        unknown = sorted(
-            str(key)
-            for key, value in message.items()
-            if key not in KEYS and not (key in EMPTY_KEYS and not value)
-        )
-        if unknown:
+        empty = {key for key in EMPTY_KEYS if not message.get(key)}
+        if unknown := sorted(map(str, message.keys() - {*KEYS, *empty})):
             raise invalid(path, f"has keys that are not supported: {', '.join(unknown)[:80]}")
         read: dict[str, Any] = {"role": role}
         if message.get("name") is not None:

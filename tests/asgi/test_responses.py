@@ -295,7 +295,7 @@ async def test_images(engine: AsyncEngine) -> None:
     ]
     expected = await engine.generate(messages, greedy(8))
     store = Store()
-    app = Starlette(routes=[Mount("/v1", openai_app(engine, keeps no responsesstore))])
+    app = Starlette(routes=[Mount("/v1", openai_app(engine, response_store=store))])
     async with serving(app) as url, openai_client(url) as client:
         options: dict[str, Any] = {"model": "tiny-llava", "temperature": 0, "max_output_tokens": 8}
         options["extra_body"] = {"ignore_eos": True}
@@ -320,7 +320,7 @@ async def test_images(engine: AsyncEngine) -> None:
 async def test_responses_that_are_kept(tooled: AsyncEngine) -> None:
     store = Store()
     keys = {"one": "key-1", "two": "key-2"}
-    app = openai_app(tooled, model_names=MODEL, keeps no responsesstore, api_key=keys)
+    app = openai_app(tooled, model_names=MODEL, response_store=store, api_key=keys)
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(serving(Starlette(routes=[Mount("/v1", app)])))
         one, two = [
@@ -387,7 +387,7 @@ async def test_a_store_that_fails(tooled: AsyncEngine) -> None:
         async def save(self, response_id: str, record: Any) -> None:
             raise OSError("no space left")
 
-    app = openai_app(tooled, model_names=MODEL, keeps no responsesBroken())
+    app = openai_app(tooled, model_names=MODEL, response_store=Broken())
     async with serving(Starlette(routes=[Mount("/v1", app)])) as url, openai_client(url) as client:
         script(tooled, "x")
         with pytest.raises(openai.InternalServerError):
@@ -402,7 +402,7 @@ async def test_a_store_that_fails(tooled: AsyncEngine) -> None:
 
 async def test_a_client_who_leaves(tooled: AsyncEngine) -> None:
     store = Store()
-    app = openai_app(tooled, model_names=MODEL, keeps no responsesstore)
+    app = openai_app(tooled, model_names=MODEL, response_store=store)
     async with serving(Starlette(routes=[Mount("/v1", app)])) as url, openai_client(url) as client:
         script(tooled, "word " * 200)
         stream = await client.responses.create(model=MODEL, input="a", stream=True)
@@ -419,7 +419,7 @@ async def test_a_client_who_leaves(tooled: AsyncEngine) -> None:
 
 async def test_clients_who_leave_at_random(tooled: AsyncEngine) -> None:
     chance, store = random.Random(7), Store()
-    app = openai_app(tooled, model_names=MODEL, keeps no responsesstore)
+    app = openai_app(tooled, model_names=MODEL, response_store=store)
     async with serving(Starlette(routes=[Mount("/v1", app)])) as url, openai_client(url) as client:
         script(tooled, MIXED)
 
@@ -441,7 +441,7 @@ async def test_clients_who_leave_at_random(tooled: AsyncEngine) -> None:
 
 async def test_half_a_surrogate_pair_is_escaped(tooled: AsyncEngine) -> None:
     store = Store()
-    app = Starlette(routes=[Mount("/v1", openai_app(tooled, keeps no responsesstore))])
+    app = Starlette(routes=[Mount("/v1", openai_app(tooled, response_store=store))])
     half, body = "\ud800", {"input": "a", "max_output_tokens": 2, "metadata": {"a": "\ud800"}}
     async with serving(app) as url, httpx.AsyncClient(base_url=f"{url}/v1") as client:
         whole = (await client.post("/responses", content=json.dumps(body))).json()
