@@ -24,7 +24,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -157,20 +158,22 @@ def own_layers(
 def read_by_parents(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:
     """Ids of those of `modules` whose weights a class computes with that holds them."""
     wanted, found = set(map(id, modules)), set[int]()
-    code: dict[type[nn.Module], str] = {}
     for parent in model.modules():
+        kind: Any = type(parent)
         names = [name for name, child in parent.named_children() if id(child) in wanted]
-        owner = type(parent)
-        if names and owner not in code:
-            code[owner] = _code(owner)
-        for name in names:
-            if _is_of_torch(owner) or re.search(_READS_WEIGHT.format(name), code[owner]):
-                found.add(id(getattr(parent, name)))
+        found |= {id(getattr(parent, name)) for name in names if _reads_weight(kind, name)}
     return found
 
 
 _READS_WEIGHT = r"(?<!isinstance\()\bself\.{}\.weight\b(?!\.(?:dtype|device|shape)\b)"
 """Code that computes with a child's weight; its dtype, device and shape the stand-in has too."""
+
+
+@cache
+def _reads_weight(kind: Any, name: str) -> bool:
+    """Return whether a class computes with the weight of the child of that name."""
+    pattern = _READS_WEIGHT.format(name)
+    return _is_of_torch(kind) or re.search(pattern, _code(kind)) is not None
 
 
 def _is_of_torch(kind: type[nn.Module]) -> bool:
@@ -179,7 +182,8 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("torch.nn.") and kind not in containers
 
 
-def _code(kind: type[nn.Module]) -> str:
+@cache  # finding a method's end means tokenizing it: half the time of a tiny model's load
+def _code(kind: Any) -> str:
     """The methods of a class and of its bases, but torch's; nothing where they have no source."""
     bases = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
     methods = [each for base in bases for each in vars(base).values() if inspect.isfunction(each)]
