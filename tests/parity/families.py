@@ -17,7 +17,11 @@ import torch
 import transformers as hf
 from PIL import Image
 
+from aioengine.models.runtime.checkpoint import read_config
+from aioengine.models.runtime.registry import choose
 from aioengine.processors.hf.pixtral import PixtralProcessor
+from aioengine.processors.info import load_context
+from aioengine.processors.registry import MULTIMODAL_REGISTRY
 from tests.processors import hf_processors
 from tests.processors.conftest import make_tokenizer
 from tests.support.tiny import draw_weights, tiny_image
@@ -597,6 +601,13 @@ def save_folder(model: Any, processor: Any, folder: Path) -> None:
         if each.__module__.startswith(("transformers.", "aioengine."))
     )
     (folder / "processor_config.json").write_text(json.dumps(settings))
+
+
+def hf_processor(folder: Path) -> Any:
+    """The HF processor of a saved folder, as an engine loads it."""
+    config = read_config(folder, revision=None, trust_remote_code=False)
+    info = MULTIMODAL_REGISTRY.find_info(choose(config).model_class)
+    return info(load_context(folder, hf_config=config, info=info)).get_hf_processor()
 
 
 @dataclass(frozen=True)

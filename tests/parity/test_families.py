@@ -11,7 +11,16 @@ import pytest
 
 from aioengine import AsyncEngine, Embeddings, SamplingParams
 from aioengine.errors import InvalidRequestError, MediaError
-from tests.parity.families import FAMILIES, MAX_TOKENS, Case, Family, cases, save, video_cases
+from tests.parity.families import (
+    FAMILIES,
+    MAX_TOKENS,
+    Case,
+    Family,
+    cases,
+    hf_processor,
+    save,
+    video_cases,
+)
 from tests.parity.state_families import FAMILIES as STATE_FAMILIES
 from tests.parity.unnamed_families import UNNAMED
 from tests.support.versions import NO_VIDEOS, RELEASE, skip_up_to
@@ -41,11 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     reference = save(family, folder)
 
-    async def hf_processor() -> Any:
-        async with engine_for(folder) as engine:
-            return engine.processor.info.get_hf_processor()
-
-    processor = asyncio.run(hf_processor())
+    processor = hf_processor(folder)
     has_films = family.video_place and RELEASE > (5, 18)
     films = video_cases(family, reference, processor) if has_films else ()
     return Model(request.param, folder, cases(family, reference, processor), films)

@@ -8,7 +8,6 @@ id, finds rows of the one for places of both, and so refuses a prompt that has b
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 import torch
 import transformers as hf
 
-from tests.parity.families import FAMILIES, MAX_TOKENS, Case, _expect, save
+from tests.parity.families import FAMILIES, MAX_TOKENS, Case, _expect, hf_processor, save
 from tests.parity.test_families import Model, check_all, engine_for
 from tests.support.tiny import tiny_image
 from tests.support.versions import NO_VIDEOS, skip_up_to
@@ -69,11 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("glm4v")
     reference = save(FAMILIES["glm4v"], folder)
 
-    async def hf_processor() -> Any:
-        async with engine_for(folder) as engine:
-            return engine.processor.info.get_hf_processor()
-
-    processor = asyncio.run(hf_processor())
+    processor = hf_processor(folder)
     a, b, c = film(0, 6, 60, 60), film(1, 4, 56, 112), film(2, 3, 120, 60)
     pil_image = tiny_image(7).resize((60, 60))
     prompts = (

@@ -19,7 +19,7 @@ from aioengine.models.runtime.interfaces import PromptMedia
 from aioengine.types import Span
 from tests.engine.test_modalities import mkv
 from tests.parity.audio_families import RATE, Case, sound, wav
-from tests.parity.families import MAX_TOKENS, greedy
+from tests.parity.families import MAX_TOKENS, greedy, hf_processor
 from tests.parity.omni_family import AUDIO, IMAGE, KINDS, VIDEO, make_whole, save_thinker
 from tests.support.tiny import tiny_image
 
@@ -96,11 +96,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kind, folder = request.param, tmp_path_factory.mktemp("omni")
     reference = save_thinker(folder, kind)
 
-    async def hf_processor() -> Any:
-        async with engine_for(folder) as engine:
-            return engine.processor.info.get_hf_processor()
-
-    processor = asyncio.run(hf_processor())
+    processor = hf_processor(folder)
     cases = tuple(case_of(text, kind, reference, processor) for text in TEXTS)
     return Model(kind, folder, reference, cases)
 

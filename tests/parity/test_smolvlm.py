@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import transformers as hf
 from aioengine.errors import MediaError
 from aioengine.processors.hf import smolvlm
 from aioengine.processors.hf.smolvlm import SmolVLMProcessor, SmolVLMVideoProcessor
-from tests.parity.families import Case, Family, _expect, cases, id_of, llama, save
+from tests.parity.families import Case, Family, _expect, cases, hf_processor, id_of, llama, save
 from tests.parity.test_families import PARAMS, Model, check_all, engine_for
 from tests.processors.make_smolvlm_goldens import SETTINGS, processor_of
 from tests.support.engines import settled
@@ -55,11 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     reference = save(FAMILY, folder)
     SmolVLMVideoProcessor(**SETTINGS).save_pretrained(folder)
 
-    async def hf_processor() -> Any:
-        async with engine_for(folder) as engine:
-            return engine.processor.info.get_hf_processor()
-
-    processor = asyncio.run(hf_processor())
+    processor = hf_processor(folder)
     assert type(processor).__name__ == "SmolVLMProcessor"
     a, b, c = film(0, 3, 60, 40), film(1, 5, 30, 61), film(2, 3, 44, 44)
     prompts = (
