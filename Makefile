@@ -13,6 +13,8 @@ VERSIONS := .cache/versions
 
 export PYTHONSAFEPATH := 1
 export HF_HUB_OFFLINE := 1
+# What pytest rewrites and Python compiles is kept: workers and children need not do it again.
+unexport PYTHONDONTWRITEBYTECODE
 # A test computes in one thread, so that as many run side by side as there are processors.
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)

@@ -23,11 +23,14 @@ from tests.parity.families import (
 )
 from tests.parity.state_families import FAMILIES as STATE_FAMILIES
 from tests.parity.unnamed_families import UNNAMED
+from tests.support.grids import rest_is_slow
 from tests.support.versions import NO_VIDEOS, RELEASE, skip_up_to
 
 ALL = {**FAMILIES, **STATE_FAMILIES, **UNNAMED}
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 VIDEO_FAMILIES = [name for name, family in FAMILIES.items() if family.video_place]
+FIRST = [next(iter(each)) for each in (FAMILIES, STATE_FAMILIES, UNNAMED)]
+ENCODED_ANEW = [name for name, family in ALL.items() if family.num_encoded != Family.num_encoded]
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ async def test_tokens_equal_generate(model: Model, budget: int) -> None:
         assert now.prefix_hit_tokens > 0 and now.kv_blocks_free == now.kv_blocks_total
 
 
+@pytest.mark.parametrize("model", rest_is_slow(ALL, [*FIRST, *ENCODED_ANEW]), indirect=True)
 async def test_tokens_equal_generate_without_a_prefix_cache(model: Model) -> None:
     budget = max(31, ALL[model.name].least_budget)
     options = {"max_num_batched_tokens": budget, "enable_prefix_caching": False}

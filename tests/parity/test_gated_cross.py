@@ -29,6 +29,7 @@ from tests.parity.sweep import SPREADS, make
 from tests.parity.sweep_models import Prompt as Asked
 from tests.parity.sweep_models import draw, in_turns
 from tests.support.engines import settled
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import tiny_image
 
 TILED, LAST = "MllamaForConditionalGeneration", "IdeficsForVisionText2Text"
@@ -171,7 +172,7 @@ async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
         assert now.encoder_cache_referenced == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_is_slow(["float32", "bfloat16"], ["float32"]))
 async def test_fused_layers_pass_the_trial(saved: Saved, dtype: str) -> None:
     async with engine_of(saved.folder, **options(dtype=dtype)) as engine:
         outputs = await asyncio.gather(*(engine.generate(p, PARAMS) for p in saved.prompts()))
@@ -249,6 +250,7 @@ async def test_a_chat_that_spells_a_place_is_written_like_any_other(
     assert [list(each.prompt_token_ids).count(place) for each in (spelt, other)] == [1, 1]
 
 
+@pytest.mark.parametrize("saved", rest_is_slow(MODELS, ["tiled"]), indirect=True)
 async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
     """Room for one request and a little: they are preempted and write their keys again."""
     few = options(max_model_len=60, limit_mm_per_prompt={"image": 1})
@@ -285,6 +287,7 @@ async def test_completions_share_the_images(saved: Saved) -> None:
             assert engine.statistics().encoder_items_run == 1
 
 
+@pytest.mark.parametrize("saved", rest_is_slow(MODELS, ["tiled"]), indirect=True)
 async def test_whoever_leaves_takes_nobody_along(saved: Saved) -> None:
     async with engine_of(saved.folder, **options(max_num_batched_tokens=5)) as engine:
         for turns in range(0, 40, 4):
@@ -330,6 +333,7 @@ async def test_other_numbers_of_tiles_reach_no_table(tmp_path: Path) -> None:
         assert (await engine.generate(saved.prompt(*ASKED[0]), PARAMS)).token_ids
 
 
+@pytest.mark.parametrize("saved", rest_is_slow(MODELS, ["tiled"]), indirect=True)
 @pytest.mark.parametrize("fault", ["nobody", "all", "shifted", "gates"])
 async def test_the_trial_sees_what_tokens_read(
     saved: Saved, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

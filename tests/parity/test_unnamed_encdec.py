@@ -44,22 +44,25 @@ def save_unnamed(name: str, folder: Path) -> Saved:
     return Saved(folder, expected)
 
 
-@pytest.mark.parametrize("name", UNNAMED)
-async def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
-    saved = save_unnamed(name, tmp_path)
-    for budget in (512, 3):
-        async with AsyncEngine.from_pretrained(
-            tmp_path, **options(max_num_batched_tokens=budget)
-        ) as engine:
-            assert engine.statistics().model_impl == "transformers"
-            for index in (1, 3):
-                output = await engine.generate(prompts()[index], PARAMS)
-                assert output.token_ids == saved.expected[index]
-            await engine.reset_caches()
-            await check_all(engine, saved)
-            await check_all(engine, saved)  # with prefix, encoder and cross-attention caches warm
-            assert engine.statistics().prefix_hit_tokens > 0
-            check_encoder_batches(engine._core.loaded.runner.model)
+@pytest.fixture(scope="module", params=UNNAMED)
+def unnamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save_unnamed(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("budget", [512, 3])
+async def test_tokens_equal_generate(unnamed: Saved, budget: int) -> None:
+    async with AsyncEngine.from_pretrained(
+        unnamed.folder, **options(max_num_batched_tokens=budget)
+    ) as engine:
+        assert engine.statistics().model_impl == "transformers"
+        for index in (1, 3):
+            output = await engine.generate(prompts()[index], PARAMS)
+            assert output.token_ids == unnamed.expected[index]
+        await engine.reset_caches()
+        await check_all(engine, unnamed)
+        await check_all(engine, unnamed)  # with prefix, encoder and cross-attention caches warm
+        assert engine.statistics().prefix_hit_tokens > 0
+        check_encoder_batches(engine._core.loaded.runner.model)
 
 
 @torch.inference_mode()
