@@ -31,6 +31,7 @@ from aioengine.errors import (
     WrongLoopError,
 )
 from tests.support.engines import DEADLINE_S, encoded, engine_threads, greedy, is_at_rest
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 SIZES: dict[str, Any] = {
@@ -309,14 +310,15 @@ def test_a_map_that_is_left_early_leaves_nothing(engine: Engine) -> None:
     assert engine.statistics().running == engine.statistics().waiting == 0
 
 
-def test_ten_thousand_prompts_are_drawn_on_the_callers_thread_as_there_is_room(
-    engine: Engine,
+@pytest.mark.parametrize("count", rest_is_slow([2_000, 10_000], [2_000]))
+def test_prompts_are_drawn_on_the_callers_thread_as_there_is_room(
+    engine: Engine, count: int
 ) -> None:
     drawn = taken = most = 0
 
     def source() -> Iterator[list[int]]:
         nonlocal drawn, most
-        for index in range(10_000):
+        for index in range(count):
             assert threading.current_thread() is threading.main_thread()
             drawn += 1
             most = max(most, drawn - taken)
@@ -326,10 +328,10 @@ def test_ten_thousand_prompts_are_drawn_on_the_callers_thread_as_there_is_room(
     for output in engine.map(source(), greedy(1)):
         assert len(output.token_ids) == 1
         taken += 1
-        if taken % 2000 == 0:
+        if taken % (count // 5) == 0:
             gc.collect()
             num_bytes.append(resident_bytes())
-    assert taken == drawn == 10_000
+    assert taken == drawn == count
     assert most <= 2 * engine.config.max_num_seqs * HELD
     assert num_bytes[-1] - num_bytes[0] < 32 << 20
 
@@ -521,7 +523,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDINGS)
+@pytest.mark.parametrize("how", rest_is_slow(ENDINGS, ["streaming", "waiting", "forked"]))
 def test_a_process_ends_quietly(folder: Path, how: str) -> None:
     """An engine that nobody has closed, with requests or without, and what Ctrl-C leaves."""
     # Python warns of a fork beside threads, rightly, from 3.12 on.

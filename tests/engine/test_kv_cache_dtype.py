@@ -19,6 +19,7 @@ from aioengine.kernels.pool import BYTES, PageFormat
 from aioengine.kernels.reference import ReferenceBackend
 from tests.parity.trials import compare, makers
 from tests.support.engines import running_engine
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -71,7 +72,7 @@ async def test_a_block_takes_half_of_16_bits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("backend", ["auto", "gather"])
+@pytest.mark.parametrize("backend", rest_is_slow(["auto", "gather"], ["auto"]))
 def test_families_stay_near_their_own_module(
     name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from aioengine.models.state import layers
 from tests.parity.families import MAX_TOKENS, save_text
 from tests.parity.state_families import TEXTS
 from tests.support.engines import running_engine, settled
+from tests.support.grids import rest_is_slow
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 PROMPTS = (
@@ -64,7 +65,11 @@ async def test_tokens_equal_generate(saved: tuple[Path, list[Tokens]], budget: i
         assert now.model_impl == "transformers"
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "falcon-h1", "lfm2"])
+KINDS = ["qwen3.5", "falcon-h1", "lfm2"]
+one_kind = pytest.mark.parametrize("one", rest_is_slow(KINDS, ["qwen3.5"]), indirect=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def one(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Tokens]]:
@@ -91,6 +96,7 @@ async def test_preempted_requests_go_on_where_a_snapshot_is(
         assert engine.statistics().preemptions > 0
 
 
+@one_kind
 @pytest.mark.parametrize("caching", [True, False])
 async def test_completions_of_one_prompt_share_its_state(
     one: tuple[Path, list[Tokens]], caching: bool
@@ -107,6 +113,7 @@ async def test_completions_of_one_prompt_share_its_state(
         assert bool(now.states_cached) == caching
 
 
+@one_kind
 async def test_a_longer_prompt_begins_where_one_like_it_parted(
     one: tuple[Path, list[Tokens]],
 ) -> None:
@@ -129,6 +136,7 @@ async def test_a_longer_prompt_begins_where_one_like_it_parted(
         assert hits[:2] == [0, 0] and hits[2] >= 32
 
 
+@one_kind
 @pytest.mark.parametrize(
     "count", [400, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )

@@ -7,6 +7,7 @@ import transformers as hf
 
 from tests.parity.shrink import shrink
 from tests.parity.sweep import MAPPINGS, architectures, judge, table
+from tests.support.grids import rest_is_slow
 from tests.support.versions import skip_up_to
 
 SAMPLE = {
@@ -27,10 +28,15 @@ SAMPLE = {
     # Markers around an image have embeddings of their own.
     "Ovis2ForConditionalGeneration": ("equal", "image, 6 prompts"),
 }
+USUAL = {
+    "SmolLM3ForCausalLM",
+    "QianfanOCRForConditionalGeneration",
+    "GraniteDoclingForConditionalGeneration",
+}
 BY_CACHE = ("DeepseekV32ForCausalLM", "GPTNeoForCausalLM")
 
 
-@pytest.mark.parametrize("architecture", SAMPLE)
+@pytest.mark.parametrize("architecture", rest_is_slow(SAMPLE, SAMPLE.keys() - USUAL))
 def test_a_sample(architecture: str) -> None:
     skip_up_to(5, 22, "the sweep is of the newest transformers")
     verdict, reason = SAMPLE[architecture]

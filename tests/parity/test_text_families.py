@@ -16,6 +16,7 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import ModelLoadError
 from aioengine.models.runtime.registry import known_architectures
 from tests.parity.families import MAX_TOKENS, save_text
+from tests.support.grids import rest_is_slow
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 PROMPTS = ("tell a story", "What is in the picture? There is", "a", "tell a story about colours")
@@ -168,7 +169,7 @@ async def test_chunked_attention_sees_its_chunk_alone(
             assert [output.token_ids for output in outputs] == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_is_slow(["float32", "bfloat16"], ["float32"]))
 async def test_chunks_in_fewer_bits(tmp_path: Path, dtype: str) -> None:
     """What else runs changes nothing, of keys and values in pages of bytes too."""
     save_text(build_chunked, tmp_path, [])
