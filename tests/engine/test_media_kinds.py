@@ -31,6 +31,7 @@ from tests.engine.test_modalities import FILM, frames, mkv, samples, save_media_
 from tests.parity.audio_families import RATE, sound, wav
 from tests.parity.listener_families import save_listener, tokenizer_for
 from tests.support.engines import encoded, greedy, running_engine
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import save_tiny_llava, tiny_image
 
 if not django.conf.settings.configured:
@@ -228,13 +229,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["thread:2", "process:2"])
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["thread:2", "process:1"])
 async def llava(request: Any, folders: dict[str, Path]) -> AsyncIterator[AsyncEngine]:
     async with running_engine(folders["llava"], processor_workers=request.param) as engine:
         yield engine
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["thread:2", "process:2"])
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=rest_is_slow(["thread:2", "process:1"], ["thread:2"]),
+)
 async def whisper(request: Any, folders: dict[str, Path]) -> AsyncIterator[AsyncEngine]:
     async with running_engine(
         folders["whisper"], max_model_len=64, processor_workers=request.param
