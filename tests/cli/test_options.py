@@ -30,7 +30,9 @@ from aioengine.cli.options import (
 )
 from tests.architecture.source import ROOT
 from tests.cli.conftest import Command
+from tests.support.grids import rest_is_slow
 
+ALL_CLOSED = "<&- >&- 2>&-"
 SAID_OTHERWISE = {"media", "fetcher", "tensor_parallel_size", "mm_encoder_tp_mode"}
 FOR_OTHERS = {
     *("n", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"),
@@ -282,7 +284,9 @@ def test_without_rich_it_says_what_it_lacks() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
 
-@pytest.mark.parametrize("how", [">/dev/full", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "how", rest_is_slow([">/dev/full", ">&-", "2>&-", ALL_CLOSED], [">/dev/full", ALL_CLOSED])
+)
 def test_standard_streams_that_are_full_or_closed(plain_folder: Path, how: str) -> None:
     """One line of words or none, and a status; not the end of a process in native code."""
     arguments = ["-m", "aioengine", "generate", str(plain_folder), "a", "--max-tokens", "2"]
