@@ -48,17 +48,32 @@ def break_stage(
     monkeypatch.setattr(owner, name, broken)
 
 
+COMPANY = greedy(100)
 KINDS = [PanicError, SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[int, ...]:
+    """The tokens of the company, without a fault."""
+
+    async def generate() -> tuple[int, ...]:
+        async with running_engine(folder) as engine:
+            return (await engine.generate("company", COMPANY)).token_ids
+
+    return asyncio.run(generate())
 
 
 @pytest.mark.parametrize("stage", ["header", "layout", "work"])
 @pytest.mark.parametrize("kind", [*KINDS, concurrent.futures.CancelledError])
 async def test_whatever_a_thread_ends_with_ends_one_request(
-    folder: Path, stage: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    alone: tuple[int, ...],
+    stage: str,
+    kind: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running_engine(folder) as engine:
-        expected = await engine.generate("company", greedy(200))
-        others = asyncio.create_task(engine.generate("company", greedy(200)))
+        others = asyncio.create_task(engine.generate("company", COMPANY))
         await until(lambda: engine.statistics().running == 1)
         with monkeypatch.context() as patch:
             break_stage(engine, stage, patch, kind)
@@ -66,7 +81,7 @@ async def test_whatever_a_thread_ends_with_ends_one_request(
                 with pytest.raises((EngineError, InvalidRequestError)) as caught:
                     await engine.generate(TEXT, greedy(2), images=[tiny_image(5)])
         assert "secret" not in str(caught.value)
-        assert (await others).token_ids == expected.token_ids
+        assert (await others).token_ids == alone
         assert len((await engine.generate(TEXT, greedy(2), images=[tiny_image(5)])).token_ids) == 2
         await settled(engine)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import count as counted
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from aioengine.processors.chat.formats import FORMATS
 from tests.engine.test_messages import said
 from tests.processors.test_chat_tools import TEMPLATES, weather
 from tests.support.engines import running_engine
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import EOS, tiny_llama, tiny_tokenizer
 
 ASKED = [{"role": "user", "content": "Will it rain in Paris?"}]
@@ -53,6 +54,7 @@ FORMS = {
     ),
     "described": Form(TALK + "A:<think>", "", "</think>"),
 }
+MARKS = ("special", "added", "letters")
 DESCRIBED = {
     "start_anchor": "A:",
     "fields": {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {}},
@@ -135,8 +137,9 @@ def check(engine: AsyncEngine, wish: Wish, budget: int, output: RequestOutput) -
     assert output.outputs[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("marks", ["special", "added", "letters"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "marks"), rest_is_slow(product(FORMS, MARKS), [*zip(FORMS, cycle(MARKS))])
+)
 async def test_each_format(tmp_path: Path, name: str, marks: str) -> None:
     save(tmp_path, name, marks)
     async with running_engine(tmp_path) as engine:

@@ -23,6 +23,7 @@ from tests.parity.families import MAX_TOKENS, save_folder
 from tests.parity.sweep import engine_options, expected_of, make
 from tests.parity.sweep_models import RATE, Prompt, draw
 from tests.support.engines import settled
+from tests.support.grids import rest_is_slow
 from tests.support.versions import skip_up_to
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -76,24 +77,24 @@ async def check_all(engine: AsyncEngine, saved: Saved) -> None:
     assert [each.token_ids for each in outputs] == [each.expected for each in saved.prompts]
 
 
-async def test_tokens_equal_generate(saved: Saved) -> None:
-    for budget in (512, 3):
-        options = SIZES | {"max_num_batched_tokens": budget}
-        async with AsyncEngine.from_pretrained(saved.folder, **options) as engine:
-            assert engine.statistics().model_impl == "transformers"
-            await check_all(engine, saved)
-            before = engine.statistics()
-            assert before.encoder_items_run == 3
-            await check_all(engine, saved)  # with encoder and cross-attention caches warm
-            await engine.reset_caches()
-            for prompt in saved.prompts[:2]:  # alone
-                output = await engine.generate(prompt.text, PARAMS, **prompt.media)
-                assert output.token_ids == prompt.expected
-            await settled(engine)
-            now = engine.statistics()
-            assert now.kv_blocks_free == now.kv_blocks_total and not now.encoder_cache_referenced
-            if budget == 512:
-                check_rows(engine.processor, engine._core.loaded.runner.model, saved)
+@pytest.mark.parametrize("budget", [512, 3])
+async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
+    options = SIZES | {"max_num_batched_tokens": budget}
+    async with AsyncEngine.from_pretrained(saved.folder, **options) as engine:
+        assert engine.statistics().model_impl == "transformers"
+        await check_all(engine, saved)
+        before = engine.statistics()
+        assert before.encoder_items_run == 3
+        await check_all(engine, saved)  # with encoder and cross-attention caches warm
+        await engine.reset_caches()
+        for prompt in saved.prompts[:2]:  # alone
+            output = await engine.generate(prompt.text, PARAMS, **prompt.media)
+            assert output.token_ids == prompt.expected
+        await settled(engine)
+        now = engine.statistics()
+        assert now.kv_blocks_free == now.kv_blocks_total and not now.encoder_cache_referenced
+        if budget == 512:
+            check_rows(engine.processor, engine._core.loaded.runner.model, saved)
 
 
 @torch.inference_mode()
@@ -118,6 +119,9 @@ def check_rows(processor: Any, model: Any, saved: Saved) -> None:
             torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    "saved", rest_is_slow(UNNAMED, ["CanaryForConditionalGeneration"]), indirect=True
+)
 async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
     """They are preempted, and write their keys again."""
     options = SIZES | {"max_model_len": 40}

@@ -9,7 +9,15 @@ import pytest
 
 
 def rest_is_slow(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """All of `values` for `pytest.mark.parametrize`, those marked as slow that are not `kept`."""
+    """All of `values` for `pytest.mark.parametrize`, those marked as slow that are not `kept`.
+
+    A tuple is of several parameters.
+    """
     values = list(values)
-    assert all(each in values for each in kept), "what is kept is one of the values"
-    return [each if each in kept else pytest.param(each, marks=pytest.mark.slow) for each in values]
+    assert all(each in values for each in kept), "what is kept has to be one of the values"
+    return [each if each in kept else _slow(each) for each in values]
+
+
+def _slow(value: Any) -> Any:
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.slow)
