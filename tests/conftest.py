@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401 - before an engine freezes what is there: it asks for referrers
+import hypothesis  # before an engine freezes what is there: it asks for referrers
 import pytest
 import torch
 
@@ -23,6 +23,12 @@ ROOMS = ("processors", "models", "kernels", "streams")
 MAX_HELD_S = 0.050
 """CPU time that one callback of ours may take on the loop's thread. Generous: machines differ, and
 the exact bound is the business of tests/engine/test_loop_free.py."""
+
+# A machine that others use draws slowly, which is no fault of a test's.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ import pytest
 from aioengine import AsyncEngine
 from aioengine.errors import MediaError
 from tests.support.engines import encoded, greedy, running_engine, settled
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import NUM_IMAGE_TOKENS, save_tiny_llava, tiny_image
 
 ITEM_BYTES = NUM_IMAGE_TOKENS * 48 * 8
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rest_is_slow(range(2), [0]))
 async def test_random_comings_and_goings(folder: Path, seed: int) -> None:
     """Scarce memory, shared images, broken ones, and readers that leave at any moment: those who
     stay get the tokens that they get alone, and nothing is left."""

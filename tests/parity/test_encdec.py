@@ -19,6 +19,7 @@ from aioengine.errors import InvalidRequestError, ModelLoadError, PromptTooLongE
 from tests.parity.families import MAX_TOKENS, vocabulary
 from tests.processors.conftest import make_tokenizer
 from tests.support.engines import settled
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import draw_weights
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -127,6 +128,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(folder, expected)
 
 
+one_of_a_kind = pytest.mark.parametrize(
+    "saved", rest_is_slow(FAMILIES, ["bart", "t5"]), indirect=True
+)
+
+
 async def check_all(engine: AsyncEngine, saved: Saved) -> None:
     """All at once."""
     outputs = await asyncio.gather(*(engine.generate(each, PARAMS) for each in prompts()))
@@ -157,6 +163,7 @@ async def test_tokens_equal_generate(saved: Saved, budget: int) -> None:
         assert now.kv_blocks_free == now.kv_blocks_total and not now.encoder_cache_referenced
 
 
+@one_of_a_kind
 async def test_tokens_equal_generate_without_a_prefix_cache(saved: Saved) -> None:
     async with AsyncEngine.from_pretrained(
         saved.folder, **options(enable_prefix_caching=False)
@@ -166,6 +173,7 @@ async def test_tokens_equal_generate_without_a_prefix_cache(saved: Saved) -> Non
         assert engine.statistics().encoder_items_run == len(set(TEXTS))
 
 
+@one_of_a_kind
 async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
     """Room for one request and a little: they are preempted and write their keys again."""
     async with AsyncEngine.from_pretrained(saved.folder, **options()) as engine:
@@ -181,6 +189,7 @@ async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
         assert now.kv_blocks_free == now.kv_blocks_total
 
 
+@one_of_a_kind
 async def test_several_completions_share_what_the_encoder_read(saved: Saved) -> None:
     async with AsyncEngine.from_pretrained(saved.folder, **options()) as engine:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, n=3)
@@ -202,6 +211,7 @@ async def test_several_completions_share_what_the_encoder_read(saved: Saved) -> 
         assert engine.statistics().encoder_items_run == 2  # the salted one is nobody else's
 
 
+@one_of_a_kind
 async def test_completions_share_blocks_of_cross_attention(saved: Saved) -> None:
     """Without a prefix cache, too: each has one block of its own, for its decoder prompt."""
     most = []

@@ -132,6 +132,10 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save(request.param, tmp_path_factory.mktemp(request.param))
 
 
+one_model = pytest.mark.parametrize("saved", rest_is_slow(MODELS, ["tiled"]), indirect=True)
+"""What is the same machinery for all of them."""
+
+
 def are_told_apart(expected: Sequence[tuple[int, ...]]) -> bool:
     """Else equal tokens would prove nothing: other images, other answers to the same text."""
     enough = len(set(expected)) >= len(ASKED) - 1 and len(set(expected[:4])) == 4
@@ -181,6 +185,7 @@ async def test_fused_layers_pass_the_trial(saved: Saved, dtype: str) -> None:
         assert engine._core.loaded.runner.decode_steps is None
 
 
+@one_model
 @pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
 async def test_eight_bits_pass_the_trial(saved: Saved, option: str) -> None:
     more: dict[str, Any] = {option: "int8"}
@@ -189,6 +194,7 @@ async def test_eight_bits_pass_the_trial(saved: Saved, option: str) -> None:
             assert (await engine.generate(prompt, PARAMS)).token_ids
 
 
+@one_model
 async def test_tokens_equal_generate_without_a_prefix_cache(saved: Saved) -> None:
     async with engine_of(saved.folder, **options(enable_prefix_caching=False)) as engine:
         await check_all(engine, saved)
@@ -250,7 +256,7 @@ async def test_a_chat_that_spells_a_place_is_written_like_any_other(
     assert [list(each.prompt_token_ids).count(place) for each in (spelt, other)] == [1, 1]
 
 
-@pytest.mark.parametrize("saved", rest_is_slow(MODELS, ["tiled"]), indirect=True)
+@one_model
 async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
     """Room for one request and a little: they are preempted and write their keys again."""
     few = options(max_model_len=60, limit_mm_per_prompt={"image": 1})
@@ -278,6 +284,7 @@ async def test_scarce_memory_changes_nothing(saved: Saved) -> None:
         assert now.kv_blocks_free == now.kv_blocks_total
 
 
+@one_model
 async def test_completions_share_the_images(saved: Saved) -> None:
     for caching in (True, False):
         async with engine_of(saved.folder, **options(enable_prefix_caching=caching)) as engine:
@@ -287,7 +294,7 @@ async def test_completions_share_the_images(saved: Saved) -> None:
             assert engine.statistics().encoder_items_run == 1
 
 
-@pytest.mark.parametrize("saved", rest_is_slow(MODELS, ["tiled"]), indirect=True)
+@one_model
 async def test_whoever_leaves_takes_nobody_along(saved: Saved) -> None:
     async with engine_of(saved.folder, **options(max_num_batched_tokens=5)) as engine:
         for turns in range(0, 40, 4):
@@ -333,7 +340,7 @@ async def test_other_numbers_of_tiles_reach_no_table(tmp_path: Path) -> None:
         assert (await engine.generate(saved.prompt(*ASKED[0]), PARAMS)).token_ids
 
 
-@pytest.mark.parametrize("saved", rest_is_slow(MODELS, ["tiled"]), indirect=True)
+@one_model
 @pytest.mark.parametrize("fault", ["nobody", "all", "shifted", "gates"])
 async def test_the_trial_sees_what_tokens_read(
     saved: Saved, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

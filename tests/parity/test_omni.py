@@ -21,6 +21,7 @@ from tests.engine.test_modalities import mkv
 from tests.parity.audio_families import RATE, Case, sound, wav
 from tests.parity.families import MAX_TOKENS, greedy, hf_processor
 from tests.parity.omni_family import AUDIO, IMAGE, KINDS, VIDEO, make_whole, save_thinker
+from tests.support.grids import rest_is_slow
 from tests.support.tiny import tiny_image
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -101,6 +102,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(kind, folder, reference, cases)
 
 
+one_kind = pytest.mark.parametrize("model", rest_is_slow(KINDS, ["Qwen2_5Omni"]), indirect=True)
+
+
 async def check_all(engine: AsyncEngine, cases: tuple[Case, ...]) -> None:
     """All at once."""
     outputs = await asyncio.gather(
@@ -130,6 +134,7 @@ async def test_tokens_equal_generate(model: Model, budget: int) -> None:
         assert now.prefix_hit_tokens > 0 and now.kv_blocks_free == now.kv_blocks_total
 
 
+@one_kind
 async def test_tokens_equal_generate_without_a_prefix_cache(model: Model) -> None:
     options = {"max_num_batched_tokens": 31, "enable_prefix_caching": False}
     async with engine_for(model.folder, **options) as engine:
@@ -144,6 +149,7 @@ async def test_a_whole_models_checkpoint(model: Model, tmp_path: Path) -> None:
         await check_all(engine, model.cases)
 
 
+@one_kind
 async def test_chat(model: Model) -> None:
     """Each part gets its markers, in the order of the parts."""
     case = model.cases[3]
@@ -160,6 +166,7 @@ async def test_chat(model: Model) -> None:
         case.check(output.token_ids)
 
 
+@one_kind
 async def test_sounds_in_files_and_beyond_what_is_heard(model: Model) -> None:
     async with engine_for(model.folder) as engine:
         (samples, _), *_ = model.cases[0].media["audios"]
@@ -212,6 +219,7 @@ async def test_steps_in_time_are_whole_or_refused(model: Model) -> None:
             await engine.generate(prompt, PARAMS)
 
 
+@one_kind
 async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
     """With their grids; those of a clip need nothing beside them."""
     extras = ("image_grid_thw", "video_grid_thw", "video_second_per_grid")
@@ -242,6 +250,7 @@ async def test_rows_that_were_computed_elsewhere(model: Model) -> None:
             await engine.generate(IMAGE, PARAMS, images=[Embeddings(image.rows)])
 
 
+@one_kind
 async def test_sound_woven_into_videos_is_refused(model: Model) -> None:
     case = model.cases[5]
     media = {"image": list(case.media["images"]), "video": list(case.media["videos"])}

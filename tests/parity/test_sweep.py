@@ -33,6 +33,7 @@ USUAL = {
     "QianfanOCRForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration",
 }
+"""Those with nothing that the others lack: `make slow` runs them."""
 BY_CACHE = ("DeepseekV32ForCausalLM", "GPTNeoForCausalLM")
 
 
