@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -169,7 +169,7 @@ _READS_WEIGHT = r"(?<!isinstance\()\bself\.{}\.weight\b(?!\.(?:dtype|device|shap
 """Code that computes with a child's weight; its dtype, device and shape the stand-in has too."""
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _reads_weight(kind: Any, name: str) -> bool:
     """Return whether a class computes with the weight of the child of that name."""
     pattern = _READS_WEIGHT.format(name)
@@ -182,7 +182,9 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("torch.nn.") and kind not in containers
 
 
-@cache  # finding a method's end means tokenizing it: half the time of a tiny model's load
+@lru_cache(
+    maxsize=1024
+)  # finding a method's end means tokenizing it: half the time of a tiny model's load
 def _code(kind: Any) -> str:
     """The methods of a class and of its bases, but torch's; nothing where they have no source."""
     bases = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]

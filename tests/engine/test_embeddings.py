@@ -197,7 +197,7 @@ async def test_a_checkpoint_says_how_it_is_pooled(
 async def test_what_is_done_to_vectors_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
     rows = states(embedder(tmp_path, ["Transformer", "Pooling", "Dense"]), PROMPT)
     async with running_engine(tmp_path) as engine:
-        with pytest.raises(InvalidRequestError, match=r"the module 'Dense'; with pooling="):
+        with pytest.raises(InvalidRequestError, match=r"the module 'Dense'; give pooling"):
             await engine.embed(PROMPT)
         assert cosine(await engine.embed(PROMPT, pooling="mean"), rows.mean(0)) >= 1 - 1e-5
     (tmp_path / "modules.json").write_text("[{}]")
