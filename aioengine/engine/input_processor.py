@@ -27,6 +27,7 @@ from aioengine.engine.prompt_embeds import read_embeds
 from aioengine.engine.prompts import (
     FORMS,
     HALVES,
+    as_mapping,
     check_token_ids,
     count_least,
     encode_pairs,
@@ -196,9 +197,8 @@ class InputProcessor:
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
             self._renderer = ChatRenderer(self._loaded.layout_processor)
-        messages: list[Any] = [*(prompt.messages or ())]
         return self._renderer.render(
-            messages,
+            [*map(as_mapping, prompt.messages or ())],
             fillings(prompt),
             tools=prompt.tools,
             choice=prompt.tool_choice or "auto",

@@ -21,6 +21,7 @@ from aioengine.types import Message, Prompt
 __all__ = [
     "CHAT",
     "PromptLike",
+    "as_mapping",
     "check_arguments",
     "check_token_ids",
     "count_least",
@@ -100,14 +101,9 @@ def read_prompt(
         if f"{half}_text" in halves and f"{half}_token_ids" in halves:
             message = f"give {half}_text or {half}_token_ids, not both"
             raise InvalidRequestError(message, parameter=f"{half}_text")
-    options = copy_options(read.mm_processor_kwargs)
-    messages = None if read.messages is None else [*map(_as_mapping, read.messages)]
-    return replace(read, messages=messages, media=merged, uuids=uuids, mm_processor_kwargs=options)
-
-
-def _as_mapping(message: Any) -> Any:
-    """A message as a mapping, if it is an answer of a model's."""
-    return message.to_dict() if isinstance(message, Message) else message
+    return replace(
+        read, media=merged, uuids=uuids, mm_processor_kwargs=copy_options(read.mm_processor_kwargs)
+    )
 
 
 def _read_chat(prompt: Prompt, given: Mapping[str, Any]) -> Prompt:
@@ -125,6 +121,11 @@ def _read_chat(prompt: Prompt, given: Mapping[str, Any]) -> Prompt:
         message = f"{name} are for chat messages; give messages, not text or token ids"
         raise InvalidRequestError(message, parameter=name)
     return replace(prompt, tools=list_tools(prompt.tools))
+
+
+def as_mapping(message: Any) -> Any:
+    """The message, as a mapping if it is an answer of a model's."""
+    return message.to_dict() if isinstance(message, Message) else message
 
 
 def with_schemas(prompt: Prompt) -> Prompt:
@@ -163,7 +164,7 @@ def count_least(prompt: Prompt) -> tuple[int, int]:
     if prompt.messages is None:  # whose parts are counted
         others += sum(map(len, prompt.media.values()))
     characters += sum(len(json.dumps(tool)) for tool in prompt.tools)
-    for message in prompt.messages or ():
+    for message in map(as_mapping, prompt.messages or ()):
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else ()
         others += 1 + len(parts)

@@ -250,7 +250,8 @@ def test_what_cannot_be_written_is_said(command: Command, folder: Path, tmp_path
     )
     arguments = ["batch", str(folder), str(source), str(target), *SHORT]
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        # Nor may it leave half a compiled module behind (-B).
+        [sys.executable, "-B", "-c", script, *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -443,7 +443,7 @@ def test_a_file_too_large_for_the_disk_is_not_stored(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
-            "-c",
+            *("-B", "-c"),
             f"import sys; sys.path.append({str(root)!r})\n" + textwrap.dedent(code),
             str(tmp_path),
         ],
