@@ -270,7 +270,10 @@ class EngineCore:
                 try:
                     await self._step_loop()
                 except Exception as error:
-                    self.die(error)
+                    # A reader that clears the frames of its error would close this one, if it was
+                    # among them: it waits below while readers are told.
+                    own = error.__traceback__
+                    self.die(error.with_traceback(own.tb_next if own else None))
                 await self.tracker.fail_all(self._death)
         finally:
             # Somebody may have cancelled every task of the loop.

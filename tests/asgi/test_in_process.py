@@ -394,3 +394,24 @@ async def test_an_audio_file_is_uploaded(tmp_path: Path) -> None:
             model=engine.model_name, file=("a.wav", file.getvalue())
         )
         assert answer.text.startswith(expected.text.strip()[:4]) and answer.text
+
+
+async def test_every_stream_is_told_that_the_engine_died(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are told a few at a time, and those who know already let go of what they hold."""
+    engine = AsyncEngine.from_pretrained(folder, device="cpu", dtype="float64")
+    async with engine, engine.openai_client(model_names=MODEL) as client:
+        monkeypatch.setattr("aioengine.engine.request_tracker.ENDED_AT_ONCE", 1)
+        streams = await asyncio.gather(
+            *(client.chat.completions.create(**asked(ENDLESS), stream=True) for _ in range(20))
+        )
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(engine._core.loaded.runner, "step", fail)
+        found = await asyncio.gather(*map(text_of, streams), return_exceptions=True)
+        assert {getattr(each, "code", each) for each in found} == {"engine_dead"}
+        gc.collect()
+        assert engine.statistics().running == 0
