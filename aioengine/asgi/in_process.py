@@ -64,7 +64,7 @@ def openai_client(
 class _Client(openai.AsyncOpenAI):
     """OpenAI's client, which lets pydantic read an answer that is as the package's types say.
 
-    Its own reading, field by field in Python, gives an equal object and takes ten times as long.
+    Its own reading, field by field in Python, gives an equal object and takes far longer.
     """
 
     def _process_response_data(self, *, data: object, cast_to: Any, response: Any) -> Any:

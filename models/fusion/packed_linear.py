@@ -182,9 +182,7 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("torch.nn.") and kind not in containers
 
 
-@lru_cache(
-    maxsize=1024
-)  # finding a method's end means tokenizing it: half the time of a tiny model's load
+@lru_cache(maxsize=1024)  # to find a method's end its file is tokenized
 def _code(kind: Any) -> str:
     """The methods of a class and of its bases, but torch's; nothing where they have no source."""
     bases = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]

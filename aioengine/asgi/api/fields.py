@@ -319,8 +319,6 @@ RERANK: Fields = {
     "top_n": done("of the answer; 0 for all"),
     "return_documents": done("true unless it is given"),
 }
-
-
 FILE_LIST: Fields = {
     "limit": done("1 to 10,000, which it is without"),
     "after": done("id of the file behind which the list goes on"),
@@ -337,7 +335,7 @@ KEPT_RESPONSE: Fields = {
     "starting_after": refused("a response is kept whole, without its events"),
     "include_obfuscation": refused("a response is kept whole, without its events", "false"),
 }
-"""The last three are of queries, in which all values are text."""
+"""Of queries, as the two before, in which all values are text."""
 
 
 def known(body: Mapping[str, Any], fields: Fields, path: str = "") -> dict[str, Any]:
