@@ -292,7 +292,8 @@ def require_fields(owner: object, checks: Checks, prefix: str = "") -> None:
     """
     for name, (is_fit, rule) in checks.items():
         value = getattr(owner, name)
-        require(is_fit(value), prefix + name, value, rule)
+        if not is_fit(value):
+            require(False, prefix + name, value, rule)
 
 
 def check_text(value: object, longest: int, parameter: str, what: str = "text") -> None:

@@ -366,16 +366,17 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         for name, most in MAX_TOKEN_IDS.items():
-            value = getattr(self, name)
+            if (value := getattr(self, name)) is None:
+                continue
             kind = Mapping if name == "logit_bias" else Sequence
             what = f"a {'mapping' if kind is Mapping else 'list'} of token ids"
-            require(value is None or isinstance(value, kind), name, type(value), f"{what}, or None")
-            length = len(value or ())
+            require(isinstance(value, kind), name, type(value), f"{what}, or None")
+            length = len(value)
             require(length <= most, name, length, f"at most {most} token ids")
             # A list may be as long as the vocabulary: no Python code for each token.
-            others = set(map(type, value or ())) - {int}
+            others = set(map(type, value)) - {int}
             require(not others, name, next(iter(others), int), f"{what}, which are integers")
-            least = min(value or (), default=0)
+            least = min(value, default=0)
             require(least >= 0, name, least, f"{what}, which are 0 or more")
         allowed = self.allowed_token_ids
         is_some = allowed is None or len(allowed) > 0

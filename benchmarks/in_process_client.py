@@ -1,11 +1,12 @@
 """OpenAI's client in this process (`engine.openai_client()`) beside the engine's own calls.
 
-One prompt, once and 16 times at once, whole and streamed, by four in turn: the engine's own call,
-plain HTTP over the client's transport (nothing is parsed), the client, and the client over an app
-that sends canned events, as many as there are tokens. Differences are medians over the rounds: what
-the client adds to the engine is ours (HTTP over the engine) and the `openai` package's (the client
-over HTTP). Wall time, and processor time of the event loop's thread, in milliseconds a request, or
-a token of a stream. Last line: JSON.
+A question, once and 16 times at once, whole and streamed, and a conversation of many messages and
+tools, by five in turn: the engine's own call, plain HTTP over the client's transport (nothing is
+parsed), the client, the `openai` package's own class over the same transport, and the client over
+an app that sends canned events, as many as there are tokens. Differences are medians over the
+rounds: what the client adds to the engine is ours (HTTP over the engine) and the package's (the
+client over HTTP). Wall time, and processor time of the event loop's thread, in milliseconds a
+request, or a token of a stream. Last line: JSON.
 
     python benchmarks/in_process_client.py [--tokens 200] [--rounds 15] [--model FOLDER]
 """
@@ -30,7 +31,12 @@ from aioengine.asgi.app import client_app
 from aioengine.asgi.in_process import URL, InProcessClient
 
 PATH = f"{URL}/chat/completions"
-MESSAGES: list[Any] = [{"role": "user", "content": "Describe the picture."}]
+QUESTION: list[Any] = [{"role": "user", "content": "Describe the picture."}]
+CONVERSATION: list[Any] = [
+    {"role": role, "content": f"Message {index} of a conversation."}
+    for index in range(10)
+    for role in ("user", "assistant")
+] + QUESTION
 CHUNK = {
     "id": "chatcmpl-0123456789abcdef0123456789abcdef",
     "object": "chat.completion.chunk",
@@ -60,9 +66,11 @@ def canned_app(num_events: int) -> Callable[[Scope, Receive, Send], Awaitable[No
     event = b"data: " + json.dumps(CHUNK).encode() + b"\n\n"
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        body = b""
-        while (message := await receive()).get("more_body"):
+        body, is_complete = b"", False
+        while not is_complete:
+            message = await receive()
             body += message["body"]
+            is_complete = not message["more_body"]
         is_streamed = json.loads(body).get("stream", False)
         kind = b"text/event-stream" if is_streamed else b"application/json"
         head = {"status": 200, "headers": [(b"content-type", kind)]}
@@ -78,37 +86,37 @@ def canned_app(num_events: int) -> Callable[[Scope, Receive, Send], Awaitable[No
 
 def client_calls(client: openai.AsyncOpenAI, model: str, num_tokens: int) -> dict[str, Call]:
     """Kind -> one request of a client's."""
-    common: dict[str, Any] = {"model": model, "messages": MESSAGES, "temperature": 0}
-    extra = {"ignore_eos": True}
+    common: dict[str, Any] = {"model": model, "temperature": 0}
+    common["extra_body"] = {"ignore_eos": True}
 
-    async def whole() -> int:
-        await client.chat.completions.create(**common, max_tokens=1, extra_body=extra)
+    async def whole(messages: list[Any]) -> int:
+        await client.chat.completions.create(**common, messages=messages, max_tokens=1)
         return 1
 
     async def streamed() -> int:
         stream = await client.chat.completions.create(
-            **common, max_tokens=num_tokens, extra_body=extra, stream=True
+            **common, messages=QUESTION, max_tokens=num_tokens, stream=True
         )
         return len([chunk async for chunk in stream])
 
-    return {"request": whole, "stream": streamed}
+    return calls(whole, streamed)
 
 
 def http_calls(client: InProcessClient, model: str, num_tokens: int) -> dict[str, Call]:
     """Kind -> the same request without the `openai` package's own work."""
-    common: dict[str, Any] = {"model": model, "messages": MESSAGES, "temperature": 0}
-    common["ignore_eos"] = True
+    common: dict[str, Any] = {"model": model, "temperature": 0, "ignore_eos": True}
 
-    async def whole() -> int:
-        (await client.post(PATH, json={**common, "max_tokens": 1})).raise_for_status()
+    async def whole(messages: list[Any]) -> int:
+        body = {**common, "messages": messages, "max_tokens": 1}
+        (await client.post(PATH, json=body)).raise_for_status()
         return 1
 
     async def streamed() -> int:
-        body = {**common, "max_tokens": num_tokens, "stream": True}
+        body = {**common, "messages": QUESTION, "max_tokens": num_tokens, "stream": True}
         async with client.stream("POST", PATH, json=body) as response:
             return len([part async for part in response.aiter_bytes()])
 
-    return {"request": whole, "stream": streamed}
+    return calls(whole, streamed)
 
 
 def engine_calls(engine: AsyncEngine, num_tokens: int) -> dict[str, Call]:
@@ -118,35 +126,46 @@ def engine_calls(engine: AsyncEngine, num_tokens: int) -> dict[str, Call]:
         for count in (1, num_tokens)
     )
 
-    async def whole() -> int:
-        await engine.generate(MESSAGES, one)
+    async def whole(messages: list[Any]) -> int:
+        await engine.generate(messages, one)
         return 1
 
     async def streamed() -> int:
-        async with engine.stream(MESSAGES, many) as stream:
+        async with engine.stream(QUESTION, many) as stream:
             return len([delta async for delta in stream])
 
-    return {"request": whole, "stream": streamed}
+    return calls(whole, streamed)
 
 
-async def timed(call: Call, at_once: int, repeats: int) -> tuple[float, float, int]:
-    """Wall and thread time in milliseconds for one repetition of all, and the pieces of one."""
+def calls(whole: Callable[[list[Any]], Awaitable[int]], streamed: Call) -> dict[str, Call]:
+    """Kind -> call."""
+    return {
+        "request": lambda: whole(QUESTION),
+        "conversation": lambda: whole(CONVERSATION),
+        "stream": streamed,
+    }
+
+
+async def timed(call: Call, at_once: int) -> tuple[float, float, int]:
+    """Wall and thread time in milliseconds for all of them, and the pieces of one."""
     wall, cpu = time.perf_counter(), time.thread_time()
-    for _ in range(repeats):
-        counts = await asyncio.gather(*(call() for _ in range(at_once)))
+    counts = await asyncio.gather(*(call() for _ in range(at_once)))
     cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-    return wall * 1e3 / repeats, cpu * 1e3 / repeats, sum(counts) // at_once
+    return wall * 1e3, cpu * 1e3, sum(counts) // at_once
 
 
 async def compare(
     kind: str, sides: dict[str, dict[str, Call]], at_once: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Figures of one kind, after a round that is not counted."""
+    """Figures of one kind, after a round that is not counted.
+
+    Each side's call comes behind another's: with the caches of a processor that has had other work,
+    as an application's calls do.
+    """
     rounds: list[dict[str, tuple[float, float, int]]] = []
-    repeats = 10 if kind == "request" else 1
-    for index in range(arguments.rounds + 1):
+    for index in range(arguments.rounds * (1 if kind == "stream" else 10) + 1):
         order = sorted(sides, reverse=index % 2 == 0)
-        rounds.append({name: await timed(sides[name][kind], at_once, repeats) for name in order})
+        rounds.append({name: await timed(sides[name][kind], at_once) for name in order})
     del rounds[0]
     units = at_once * (arguments.tokens if kind == "stream" else 1)
 
@@ -162,6 +181,7 @@ async def compare(
             "added": median(clock, "client", "engine"),
             "ours": median(clock, "http", "engine"),
             "package": median(clock, "client", "http"),
+            "unmodified": median(clock, "unmodified", "engine"),
             "canned": median(clock, "canned"),
         }
     print(kind, at_once, found, flush=True)
@@ -174,6 +194,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     async with AsyncEngine.from_pretrained(arguments.model, **options) as engine:
         client = engine.openai_client()
         plain = InProcessClient(engine, client_app(engine))
+        unmodified = openai.AsyncOpenAI(base_url=URL, api_key="none", http_client=plain)
         canned = client.with_options(
             http_client=InProcessClient(engine, canned_app(arguments.tokens))
         )
@@ -181,12 +202,13 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         sides = {
             "engine": engine_calls(engine, arguments.tokens),
             "client": client_calls(client, name, arguments.tokens),
+            "unmodified": client_calls(unmodified, name, arguments.tokens),
             "http": http_calls(plain, name, arguments.tokens),
             "canned": client_calls(canned, name, arguments.tokens),
         }
         return {
             f"{kind}, {at_once} at once": await compare(kind, sides, at_once, arguments)
-            for kind in ("request", "stream")
+            for kind in ("request", "conversation", "stream")
             for at_once in (1, 16)
         }
 

@@ -157,42 +157,49 @@ async def read_object(receive: BoundedBody, read: Callable[[dict[str, Any]], Rea
     async for data in Request({"type": "http"}, receive).stream():
         pages.add(data)
     if pages.num_bytes <= LONG:
-        return read(parse_object(bytes(pages.view())))
+        return read(parse_object(memoryview(pages.head)))
     async with receive.budget.parsing:
         return await run_apart(lambda: read(parse_object(pages.take(), decodes_media=True)))
 
 
 class _Pages:
-    """A body, which grows in memory that is nobody else's."""
+    """A body, which grows in memory that is nobody else's once it is large."""
 
     def __init__(self, num_announced: int) -> None:
         self.num_bytes = 0
-        self._pages = _map(max(num_announced, LONG))
+        self.head = bytearray()
+        """All of a body of `LONG` bytes at most, for which it would take longer to map pages."""
+        self._num_announced = num_announced
+        self._pages: mmap.mmap | None = None
 
     def add(self, data: bytes) -> None:
         """Add bytes at the end."""
         end = self.num_bytes + len(data)
-        if end > len(self._pages):  # its length was not announced
-            self._grow(max(end, 2 * len(self._pages)))
-        self._pages[self.num_bytes : end] = data
+        if end <= LONG:
+            self.head += data
+        else:
+            self._with_room(end)[self.num_bytes : end] = data
         self.num_bytes = end
 
-    def _grow(self, size: int) -> None:
-        try:
-            self._pages.resize(size)
-        except SystemError:  # no such call on this system
-            grown = _map(size)
-            grown[: self.num_bytes] = self._pages[: self.num_bytes]
-            self._pages = grown
-
-    def view(self) -> memoryview:
-        """Show what has been added."""
-        return memoryview(self._pages)[: self.num_bytes]
+    def _with_room(self, end: int) -> mmap.mmap:
+        if self._pages is None:
+            self._pages = _map(max(self._num_announced, end))
+            self._pages[: self.num_bytes] = bytes(self.head)
+        elif end > len(self._pages):  # its length was not announced
+            size = max(end, 2 * len(self._pages))
+            try:
+                self._pages.resize(size)
+            except SystemError:  # no such call on this system
+                grown = _map(size)
+                grown[: self.num_bytes] = self._pages[: self.num_bytes]
+                self._pages = grown
+        return self._pages
 
     def take(self) -> memoryview:
-        """Hand over what has been added: the only reference to it is the caller's from now on."""
-        view = self.view()
-        del self._pages
+        """Hand over a large body: the only reference to it is the caller's from now on."""
+        assert self._pages is not None
+        view = memoryview(self._pages)[: self.num_bytes]
+        self._pages = None
         return view
 
 
@@ -209,9 +216,14 @@ def parse_object(body: bytes | memoryview, *, decodes_media: bool = False) -> di
     `decodes_media`: long base64, in `data:` URLs or bare, becomes bytes where media stand, and the
     memory of `body` may be given back.
     """
-    mark = f"\0{uuid4().hex} "  # not to be guessed, and known to this body alone
+    mark = ""
+    cut: list[str | bytes] = []
     try:
-        rest, cut = _cut(body, mark, decodes_media)
+        if len(body) <= LONG:
+            rest = bytes(body)
+        else:
+            mark = f"\0{uuid4().hex} "  # not to be guessed, and known to this body alone
+            rest, cut = _cut(body, mark, decodes_media)
         parsed = json.loads(rest, parse_constant=_refuse_constant)
         if not isinstance(parsed, dict):
             raise ApiError(400, "the request body must be a JSON object", code="invalid_json")
@@ -224,8 +236,6 @@ def _cut(
     body: bytes | memoryview, mark: str, decodes_media: bool
 ) -> tuple[bytes, list[str | bytes]]:
     """The body with a mark for each long string, and these strings."""
-    if len(body) <= LONG:
-        return bytes(body), []
     found = _Long(memoryview(body), decodes_media)
     kept: list[bytes] = []
     cut: list[str | bytes] = []

@@ -179,8 +179,8 @@ async def test_cancelled_anywhere(engine: AsyncEngine, client: AsyncOpenAI) -> N
             ends["complete"] += 1
         except asyncio.CancelledError:
             ends["cancelled"] += 1
-        # Nothing is left but what was cancelled in its very last steps.
-        assert len(other_tasks() - before) <= 1
+            # Nothing is left but what was cancelled in its very last steps.
+            assert len(other_tasks() - before) <= 1
         await until(lambda: other_tasks() <= before)
     assert ends["cancelled"] > 20
     await settled(engine)

@@ -144,6 +144,21 @@ async def test_pieces_are_one_body() -> None:
     assert read == json.loads(large)
 
 
+@pytest.mark.parametrize("size", [LONG - 1, LONG, LONG + 1, 2 * LONG + 1])
+@pytest.mark.parametrize("step", [999, LONG, LONG + 1])
+@pytest.mark.parametrize("announced", [None, "exactly", "more"])
+async def test_bodies_of_about_the_size_that_is_long(
+    size: int, step: int, announced: str | None
+) -> None:
+    body = b'{"a": "' + b"x" * (size - 9) + b'"}'
+    assert len(body) == size
+    pieces = [body[start : start + step] for start in range(0, size, step)]
+    length = size + LONG if announced == "more" else size
+    headers = [(b"content-length", b"%d" % length)] if announced else []
+    read = await read_object(bounded(Client(*pieces), headers=headers, most=1 << 20), dict)
+    assert read == json.loads(body)
+
+
 async def test_too_many_bytes() -> None:
     with pytest.raises(ApiError) as caught:
         await read_object(bounded(Client(b"x" * 60, b"x" * 60, ends=False)), dict)
