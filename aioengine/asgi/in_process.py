@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, update_wrapper
 from importlib import import_module
@@ -94,17 +94,23 @@ def _not_walked(arguments: Mapping[str, Any], *names: str) -> dict[str, Any]:
     lists = {name: arguments[name] for name in names if isinstance(arguments.get(name), list)}
     if not isinstance(extra, Mapping | None):
         return dict(arguments)
-    sent = {name: [_plain(item) for item in items] for name, items in lists.items()}
+    sent = {name: _plain(items) for name, items in lists.items()}
     shown = {name: _Listed(items) for name, items in lists.items()}
     return {**arguments, **shown, "extra_body": {**sent, **(extra or {})}}
 
 
-def _plain(item: Any) -> Any:
-    """An item of a list as the package writes it; mappings stay what they are."""
-    if not isinstance(item, openai.BaseModel):
-        return item
-    left_out = getattr(item, "__api_exclude__", None)
-    return item.model_dump(mode="json", exclude_unset=True, exclude=left_out)
+def _plain(value: Any) -> Any:
+    """A copy of JSON's own types, of what the package makes such a copy of."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if dump := getattr(value, "model_dump", None):
+        left_out = getattr(value, "__api_exclude__", None)
+        return dump(mode="json", exclude_unset=True, exclude=left_out)
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, bytes):
+        return [_plain(each) for each in value]
+    return value
 
 
 class _Completions(AsyncCompletions):
