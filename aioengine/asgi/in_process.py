@@ -42,6 +42,9 @@ URL = f"http://aioengine{MOUNT}"
 """Shown in the client's errors; nothing looks it up."""
 OWN = ("base_url", "http_client")
 """Arguments of the client's class that are not the caller's."""
+MODEL: Any = openai.BaseModel.__base__
+"""Pydantic's."""
+ABSENT = (openai.Omit, openai.NotGiven)
 MAX_WAITING = 4
 """Parts of a response that wait for its reader."""
 PLAIN = {"headers", "content"}
@@ -94,7 +97,10 @@ def _not_walked(arguments: Mapping[str, Any], *names: str) -> dict[str, Any]:
     lists = {name: arguments[name] for name in names if isinstance(arguments.get(name), list)}
     if not isinstance(extra, Mapping | None):
         return dict(arguments)
-    sent = {name: _plain(items) for name, items in lists.items()}
+    try:
+        sent = {name: _plain(items) for name, items in lists.items()}
+    except RecursionError:  # it may be circular, which the package says
+        return dict(arguments)
     shown = {name: _Listed(items) for name, items in lists.items()}
     return {**arguments, **shown, "extra_body": {**sent, **(extra or {})}}
 
@@ -103,11 +109,12 @@ def _plain(value: Any) -> Any:
     """A copy of JSON's own types, of what the package makes such a copy of."""
     if value is None or isinstance(value, str | int | float):
         return value
-    if dump := getattr(value, "model_dump", None):
+    if isinstance(value, MODEL):
         left_out = getattr(value, "__api_exclude__", None)
-        return dump(mode="json", exclude_unset=True, exclude=left_out)
+        return value.model_dump(mode="json", exclude_unset=True, exclude=left_out)
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        given = ((name, each) for name, each in value.items() if not isinstance(each, ABSENT))
+        return {name: _plain(each) for name, each in given}
     if isinstance(value, Iterable) and not isinstance(value, bytes):
         return [_plain(each) for each in value]
     return value

@@ -93,6 +93,13 @@ def chats() -> dict[str, Callable[[], dict[str, Any]]]:
             "messages": [QUESTION],
             "extra_body": {"top_k": 3, "messages": [TOLD]},
         },
+        "fields that are omitted": lambda: {
+            "messages": [
+                {**QUESTION, "name": openai.omit},
+                {"role": "user", "content": [{"type": "text", "text": "fox", "x": openai.omit}]},
+            ],
+            "tools": [{**tools[0], "function": {**TOOL, "description": openai.not_given}}],
+        },
         "nothing of it": lambda: {"messages": [QUESTION], "tools": openai.omit},
     }
 
@@ -151,6 +158,38 @@ async def test_streams_and_raw_responses_take_the_same_way(
     again = client.with_options(max_retries=0).chat.completions
     await again.create(model="a", messages=messages, stream=True)
     assert [body["messages"] for body in recorder.bodies] == [messages] * 2
+
+
+@pytest.mark.parametrize("depth", [400, 700, None])
+async def test_deep_and_circular_messages_are_what_they_are_to_the_package(
+    client: AsyncOpenAI, package: AsyncOpenAI, recorder: Recorder, depth: int | None
+) -> None:
+    """`depth`: of lists in a message; None: it holds itself."""
+    message: dict[str, Any] = {"role": "user", "content": "fox", "deep": []}
+    inner = message["deep"]
+    for _ in range(depth or 0):
+        inner.append([])
+        inner = inner[0]
+    if depth is None:
+        inner.append(message)
+    for each in (client, package):
+        messages: Any = [message]
+        if depth is None:
+            with pytest.raises(ValueError, match="Circular reference"):
+                await each.chat.completions.create(model="a", messages=messages)
+        else:
+            await each.chat.completions.create(model="a", messages=messages)
+    assert recorder.bodies[:1] == recorder.bodies[1:]
+
+
+@pytest.mark.parametrize("wrong", [Said, object()])
+async def test_what_is_no_json(client: AsyncOpenAI, package: AsyncOpenAI, wrong: Any) -> None:
+    raised = []
+    for each in (client, package):
+        with pytest.raises(TypeError) as caught:
+            await each.chat.completions.create(model="a", messages=[QUESTION, wrong])
+        raised.append(str(caught.value))
+    assert raised[0] == raised[1]
 
 
 async def test_what_a_caller_changes_meanwhile_is_not_sent(
