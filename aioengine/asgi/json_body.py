@@ -18,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
+from math import isfinite
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -40,6 +42,11 @@ MAX_REST = 1 << 20
 """Bytes of a body without its long strings: 3 ms of parsing for text, 20 ms for token ids."""
 MAX_CONTAINERS = 1 << 16
 """Brackets and braces that open in it, also in its texts: 13 ms, were they all empty lists."""
+MAX_DEPTH = 128
+"""Of lists and objects in each other: they are walked by functions that call themselves."""
+CONTAINERS = (dict, list)
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+INVALID = "invalid_json"
 ESCAPES = {rb"\/": b"/"} | {
     rb"\u00" + code % ord(letter): letter
     for letter in (b"/", b"+", b"=")
@@ -224,12 +231,14 @@ def parse_object(body: bytes | memoryview, *, decodes_media: bool = False) -> di
         else:
             mark = f"\0{uuid4().hex} "  # not to be guessed, and known to this body alone
             rest, cut = _cut(body, mark, decodes_media)
-        parsed = json.loads(rest, parse_constant=_refuse_constant)
+        parsed = json.loads(rest, parse_float=_read_float, parse_constant=_refuse_constant)
         if not isinstance(parsed, dict):
-            raise ApiError(400, "the request body must be a JSON object", code="invalid_json")
+            raise ApiError(400, "the request body must be a JSON object", code=INVALID)
+        if _may_be_deep(rest):
+            _check_depth(parsed)
         return _put_all_back(parsed, mark, cut) if cut else parsed
     except (ValueError, RecursionError):
-        raise ApiError(400, "the request body is not valid JSON", code="invalid_json") from None
+        raise ApiError(400, "the request body is not valid JSON", code=INVALID) from None
 
 
 def _cut(
@@ -396,5 +405,33 @@ def _put_back(value: Any, mark: str, cut: Sequence[str | bytes | None]) -> Any:
     return value
 
 
+def _read_float(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):  # it would be `Infinity` where an answer repeats it
+        raise ApiError(400, "the request body has a number that no double holds", code=INVALID)
+    return number
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _may_be_deep(text: bytes) -> bool:
+    """Return whether it may have more than MAX_DEPTH of them, which takes a walk to know."""
+    marks = text.translate(None, NO_BRACKETS)
+    for _ in range(MAX_DEPTH // 2):
+        if len(marks) <= MAX_DEPTH:  # a pair each
+            return False
+        marks = marks.replace(b"{}", b"").replace(b"[]", b"")
+    return True
+
+
+def _check_depth(parsed: dict[str, Any]) -> None:
+    level: list[Any] = [parsed]
+    for _ in range(MAX_DEPTH):
+        children = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for each in chain.from_iterable(children) if isinstance(each, CONTAINERS)]
+        if not level:
+            return
+    message = f"the request body has lists and objects more than {MAX_DEPTH} deep"
+    raise ApiError(400, message, code=INVALID)

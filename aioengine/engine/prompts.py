@@ -114,13 +114,16 @@ def _read_chat(prompt: Prompt, given: Mapping[str, Any]) -> Prompt:
             message = f"{name} are given twice, in the prompt and beside it; give them once"
             raise InvalidRequestError(message, parameter=name)
     prompt = replace(prompt, **named) if named else prompt
+    if prompt.tools != ():
+        tools = () if prompt.tools is None else list_tools(prompt.tools)
+        prompt = replace(prompt, tools=tools)
     if not (prompt.tools or prompt.tool_choice or prompt.chat_template_kwargs):
         return prompt
     if prompt.messages is None:
         name = next(name for name in CHAT if getattr(prompt, name))
         message = f"{name} are for chat messages; give messages, not text or token ids"
         raise InvalidRequestError(message, parameter=name)
-    return replace(prompt, tools=list_tools(prompt.tools))
+    return prompt
 
 
 def as_mapping(message: Any) -> Any:

@@ -106,9 +106,8 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema without arguments that it does not name, unless it says more than names: a small
     model would make them up."""
     required, names = schema.get("required", []), schema.get("properties") or {}
-    are_named = isinstance(required, list) and all(
-        isinstance(name, str) and name in names for name in required
-    )
+    are_lists = isinstance(required, list) and isinstance(names, Mapping)
+    are_named = are_lists and all(isinstance(name, str) and name in names for name in required)
     is_plain = are_named and schema.keys() <= PLAIN
     return {"additionalProperties": False, **schema} if is_plain else schema
 

@@ -27,7 +27,13 @@ from aioengine.asgi.endpoint import QUERY
 from aioengine.asgi.error_responses import ApiError, api_error, forget_frames
 from aioengine.asgi.json_body import LONG, BoundedBody, parse_object, read_object
 from aioengine.asgi.service import Service
-from aioengine.errors import EngineError, InvalidRequestError, OverloadedError, shown
+from aioengine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    shown,
+)
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
 from aioengine.types import Prompt, RequestOutput
@@ -247,7 +253,8 @@ class Batches:
     async def _answer(
         self, batch: Batch, body: Mapping[str, Any], *, is_long: bool
     ) -> tuple[dict[str, Any], bool]:
-        """The answer to one request, and whether it is one. Raises EngineError."""
+        """The answer to one request, and whether it is one. Raises EngineClosedError and
+        EngineDeadError."""
         read, work = self._kinds[batch.endpoint]
         try:
             ask = await self._read(read, body, is_long=is_long)
@@ -259,7 +266,7 @@ class Batches:
                 whole = await work(self._service, ask)
             except InvalidRequestError as error:
                 raise ask.in_its_words(error) from error
-        except EngineError:
+        except (EngineClosedError, EngineDeadError):  # nor will others be answered
             raise
         except Exception as error:
             found = api_error(error)
