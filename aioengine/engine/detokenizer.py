@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from aioengine.types import Message, Run, ToolCall, ToolCallDelta
@@ -78,10 +80,12 @@ def decode_long(tokenizer: Tokenizer, token_ids: Sequence[int], piece: int = PIE
 
 
 class Piece(NamedTuple):
-    """New text that may be shown, and the stop string that it ran into, if any."""
+    """New text that may be shown, and the stop string that it ran into, if any. `marked`: the same
+    text with the marks that are left out of it."""
 
     text: str
     stop: str | None = None
+    marked: str = ""
 
 
 class Addition(NamedTuple):
@@ -94,7 +98,8 @@ class Addition(NamedTuple):
 
 
 class Detokenizer:
-    """One completion's text. `min_tokens`: stop strings must not be complete before so many."""
+    """One completion's text. `min_tokens`: stop strings must not be complete before so many;
+    `marks`: texts of tokens that the text leaves out, but not the message that it is read as."""
 
     def __init__(
         self,
@@ -105,8 +110,11 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
+        self._marks = marks
+        self._open_marks: deque[tuple[int, str]] = deque()  # behind text that is not yet shown
         self._automaton = _automaton(tuple(stop)) if stop else None
         self._state = 0
         self._include_stop = include_stop
@@ -118,6 +126,7 @@ class Detokenizer:
         self._num_read = 0  # characters of the window that are out
         self._num_tokens = 0
         self._held = ""  # decoded, not yet shown: it may begin a stop string
+        self._num_decoded = self._num_shown = 0  # characters
         self._shown: list[str] = []
 
     @property
@@ -132,6 +141,9 @@ class Detokenizer:
         self._num_tokens += 1
         self._window.append(token_id)
         fresh = self._decode_fresh()
+        self._num_decoded += len(fresh)
+        if token_id in self._marks:
+            self._open_marks.append((self._num_decoded, self._marks[token_id]))
         if self._automaton is None:
             return self._show(fresh)
         text = self._held + fresh
@@ -152,9 +164,19 @@ class Detokenizer:
         return self._show(held)
 
     def _show(self, text: str, stop: str | None = None) -> Piece:
+        marked = self._with_marks(text) if self._open_marks else text
         if text:
             self._shown.append(text)
-        return Piece(text, stop)
+            self._num_shown += len(text)
+        return Piece(text, stop, marked)
+
+    def _with_marks(self, text: str) -> str:
+        """Return what is to be shown with the marks in it and at its end."""
+        marked, at, marks = "", 0, self._open_marks
+        while marks and (end := marks[0][0] - self._num_shown) <= len(text):
+            marked += text[at:end] + marks.popleft()[1]
+            at = end
+        return marked + text[at:]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
@@ -200,18 +222,10 @@ class Detokenizer:
 
 
 class MessageReader:
-    """Reads one completion's tokens into a message, in an order that streams can show.
+    """Reads one completion's tokens into a message, in an order that streams can show."""
 
-    `detokenizer`: of its own, where marks of the format are special tokens, which texts leave out;
-    `skipped`: special tokens that are none of these, where they are left out.
-    """
-
-    def __init__(
-        self, parser: AnswerParser, detokenizer: Detokenizer | None, skipped: frozenset[int]
-    ) -> None:
+    def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
-        self._detokenizer = detokenizer
-        self._skipped = skipped
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._calls: list[tuple[str, str, list[str]]] = []
         self.num_thought = 0
@@ -225,12 +239,8 @@ class MessageReader:
         """Return whether the next token is reasoning, or ends it."""
         return self._parser.is_thinking
 
-    def add(self, token_id: int | None, text: str, *, is_end: bool) -> Addition:
-        """Add a token, which adds `text` to the completion's; None: it is no part of the answer."""
-        if self._detokenizer is not None:
-            is_shown = token_id is not None and token_id not in self._skipped
-            text = self._detokenizer.add(token_id).text if is_shown else ""  # type: ignore[arg-type]
-            text += self._detokenizer.flush().text if is_end else ""
+    def add(self, text: str, *, is_end: bool) -> Addition:
+        """Add what a token adds to the completion's text, with marks."""
         was_thinking = self.is_thinking
         pieces = self._parser.feed(text)
         self.num_thought += was_thinking and self.is_thinking
@@ -322,24 +332,18 @@ class TextReaders:
         if not params.detokenize:
             return None, None
 
-        def detokenizer(*, skips: bool) -> Detokenizer:
-            return Detokenizer(
-                self._decoder,
-                prompt_token_ids,
-                stop=params.stop_strings,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-                skip_special_tokens=skips,
-            )
-
-        shown = detokenizer(skips=params.skip_special_tokens)
-        if chat is None:
-            return shown, None
-        marks = chat.answers.marks
-        kept = {i for i, text in self._special.items() if any(text in mark for mark in marks)}
-        own = detokenizer(skips=False) if kept else None
-        skipped = frozenset(self._special) - kept if params.skip_special_tokens else frozenset()
-        return shown, MessageReader(chat.new_parser(), own, skipped)
+        marks = chat.answers.marks if chat is not None and params.skip_special_tokens else ()
+        special = self._special.items() if marks else ()
+        detokenizer = Detokenizer(
+            self._decoder,
+            prompt_token_ids,
+            stop=params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            marks={i: text for i, text in special if any(text in mark for mark in marks)},
+        )
+        return detokenizer, None if chat is None else MessageReader(chat.new_parser())
 
 
 class _Automaton:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioengine.core.plan import Advance
 from aioengine.core.request import Request
-from aioengine.engine.detokenizer import Addition, Detokenizer, MessageReader
+from aioengine.engine.detokenizer import Addition, Detokenizer, MessageReader, Piece
 from aioengine.sampling_params import SamplingParams
 from aioengine.streams.tokens import TokenSink
 from aioengine.types import (
@@ -55,7 +55,7 @@ class CompletionState:
     def take(self, advance: Advance, logprobs: TokenLogprobs | None) -> Delta:
         """Append one accepted token and return the delta."""
         reason = advance.finish_reason
-        text, stop = self._text(advance, reason)
+        text, stop, marked = self._text(advance, reason)
         self.stop_reason = advance.stop_reason
         if stop is not None:
             reason, self.stop_reason = FinishReason.STOP, stop
@@ -65,9 +65,7 @@ class CompletionState:
         scores = None if logprobs is None else (logprobs,)
         added = Addition()
         if self.reader is not None:
-            ends_in_token = advance.finish_reason is FinishReason.STOP
-            token_id = None if ends_in_token else advance.token_id
-            added = self.reader.add(token_id, text, is_end=reason is not None)
+            added = self.reader.add(marked, is_end=reason is not None)
         return Delta(self.index, text, (advance.token_id,), scores, reason, *added)
 
     def output(self) -> CompletionOutput:
@@ -83,17 +81,16 @@ class CompletionState:
             runs=() if self.reader is None else self.reader.runs,
         )
 
-    def _text(self, advance: Advance, reason: FinishReason | None) -> tuple[str, str | None]:
+    def _text(self, advance: Advance, reason: FinishReason | None) -> Piece:
         """The new text, and the stop string that ended it."""
         if self.detokenizer is None:
-            return "", None
+            return Piece("")
         ends_in_token = reason is FinishReason.STOP and not self.params.include_stop_str_in_output
-        text, stop = "", None
-        if not ends_in_token:
-            text, stop = self.detokenizer.add(advance.token_id)
-        if reason is not None and stop is None:
-            text += self.detokenizer.flush().text
-        return text, stop
+        added = Piece("") if ends_in_token else self.detokenizer.add(advance.token_id)
+        if reason is None or added.stop is not None:
+            return added
+        held = self.detokenizer.flush()
+        return Piece(added.text + held.text, None, added.marked + held.marked)
 
 
 class RequestState:

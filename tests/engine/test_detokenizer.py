@@ -189,6 +189,42 @@ def test_what_was_shown_is_never_taken_back(text: str, stops: list[str]) -> None
         assert number - len(shown) < max(map(len, stops))
 
 
+@given(
+    text=st.text(st.sampled_from("ab"), max_size=20),
+    places=st.lists(st.integers(0, 20), max_size=5),
+    stops=st.lists(st.text(st.sampled_from("ab"), min_size=1, max_size=3), max_size=3),
+    include=st.booleans(),
+)
+@settings(deadline=None, max_examples=200)
+def test_marks_stand_where_they_were_written(
+    text: str, places: list[int], stops: list[str], include: bool
+) -> None:
+    """They change nothing of the text or of where it stops, and none comes behind what is cut."""
+    ids: list[int] = []
+    marked, at = "", 0
+    for place in sorted(min(each, len(text)) for each in places):
+        ids += [*byte_ids(text[at:place].encode()), SPECIAL[0]]
+        marked += text[at:place] + "|"
+        at = place
+    ids += byte_ids(text[at:].encode())
+    marked += text[at:]
+    detokenizer = Detokenizer(
+        TOKENIZER, [], stop=stops, include_stop=include, marks={SPECIAL[0]: "|"}
+    )
+    found = ""
+    for token_id in ids:
+        piece = detokenizer.add(token_id)
+        found += piece.marked
+        if piece.stop is not None:
+            break
+    else:
+        found += detokenizer.flush().marked
+        assert found == marked
+    expected = plain_stop(byte_ids(text.encode()), stops, include, 0)[0]
+    assert found.replace("|", "") == detokenizer.text == expected
+    assert marked.startswith(found)
+
+
 @pytest.mark.parametrize(
     ("text", "stops", "stop", "shown"),
     [

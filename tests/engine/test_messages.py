@@ -141,6 +141,45 @@ async def test_stop_strings_end_a_message(folder: Path) -> None:
         assert output.text == "One " and output.message == Message("One ")
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", ["]", "I look.", "[TOOL_CALLS]", "m", "[{", "THINK", '"}', "k."])
+async def test_a_message_stops_where_its_text_does(
+    folder: Path, name: str, stop: str, include: bool
+) -> None:
+    """A mark that the text does not show stops nothing, and is read all the same."""
+    async with running_engine(folder, max_model_len=1024) as engine:
+        answer = ANSWERS[name]
+        count = script(engine, answer)
+        params = SamplingParams(
+            temperature=0, max_tokens=count, stop=[stop], include_stop_str_in_output=include
+        )
+        async with engine.stream(ASKED, params, tools=[weather]) as stream:
+            deltas = [delta async for delta in stream]
+            (found,) = (await stream.result()).outputs
+        before, ending, _ = shown(answer).partition(stop)
+        assert found.text == before + (ending if include else "")
+        assert found.stop_reason == (stop if ending else None)
+        assert said(deltas) == found.message
+        # The message is that of an answer that ends there, with the marks that it ends with.
+        ends = [answer[:end] for end in range(len(answer) + 1)]
+        count = script(engine, max(each for each in ends if shown(each) == found.text))
+        params = SamplingParams(temperature=0, max_tokens=count)
+        wanted = (await engine.generate(ASKED, params, tools=[weather])).message
+        assert without_ids(found.message) == without_ids(wanted)
+
+
+def shown(answer: str) -> str:
+    """An answer without its special tokens."""
+    for mark in MARKS:
+        answer = answer.replace(mark, "")
+    return answer
+
+
+def without_ids(message: Message | None) -> Message:
+    assert message is not None
+    return replace(message, tool_calls=tuple(replace(c, id="") for c in message.tool_calls))
+
+
 async def test_other_prompts_have_no_message(folder: Path) -> None:
     async with running_engine(folder) as engine:
         output = await engine.generate("Hello", greedy(3))
