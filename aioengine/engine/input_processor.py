@@ -185,9 +185,11 @@ class InputProcessor:
 
     def _refuse_hopeless(self, prompt: Prompt) -> None:
         """Refuse what no tokenizer could make short enough, before one spends minutes on it."""
+        self._check_length(*count_least(prompt))
+
+    def _check_length(self, characters: int, others: int = 0) -> None:
         limits = self._loaded.limits
         most = max(limits.max_model_len, limits.max_encoder_len)
-        characters, others = count_least(prompt)
         num_tokens = max(characters // self._loaded.longest_token, others)
         if num_tokens >= most + MARGIN_TOKENS:
             raise _too_long(num_tokens, most)
@@ -196,7 +198,7 @@ class InputProcessor:
         prompt = with_schemas(prompt)
         self._refuse_hopeless(prompt)  # here, as it takes a while to count very many parts
         if self._renderer is None:
-            self._renderer = ChatRenderer(self._loaded.layout_processor)
+            self._renderer = ChatRenderer(self._loaded.layout_processor, self._check_length)
         return self._renderer.render(
             [*map(as_mapping, prompt.messages or ())],
             fillings(prompt),

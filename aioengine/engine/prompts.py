@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePath
@@ -141,13 +141,16 @@ def with_schemas(prompt: Prompt) -> Prompt:
     tools = read_tools(prompt.tools)
     choice = read_choice(prompt.tool_choice, tools)
     if choice not in ("auto", "none"):
-        _check_schemas(tools)
+        _check_schemas(tools, choice)
     return replace(prompt, tools=tools, tool_choice=choice)
 
 
-def _check_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse schemas that no grammar is made of: it would take too long."""
+def _check_schemas(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, str]) -> None:
+    """Refuse schemas of what has to be called that no grammar is made of: it would take too
+    long."""
     for index, tool in enumerate(tools):
+        if isinstance(choice, Mapping) and tool["function"]["name"] != choice["name"]:
+            continue
         try:
             StructuredOutputs(json=tool["function"].get("parameters") or {"type": "object"})
         except InvalidRequestError as error:
@@ -155,10 +158,11 @@ def _check_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def count_least(prompt: Prompt) -> tuple[int, int]:
-    """Characters of the longest text, or of all in the messages, and what counts as a token.
+    """Characters of the longest text, or of all contents of messages, and what counts as a token.
 
     That is each token id, media item, message and part of a message: an empty part may become none,
-    but costs as much to read. Of messages, what has their form is counted.
+    but costs as much to read. Of messages, what has their form is counted: of their other texts,
+    which a template may leave out, the longest.
     """
     texts = prompt.text, prompt.encoder_text, prompt.decoder_text
     characters = max(len(text or "") for text in texts)
@@ -167,6 +171,7 @@ def count_least(prompt: Prompt) -> tuple[int, int]:
     if prompt.messages is None:  # whose parts are counted
         others += sum(map(len, prompt.media.values()))
     characters += sum(len(json.dumps(tool)) for tool in prompt.tools)
+    longest = 0
     for message in map(as_mapping, prompt.messages or ()):
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else ()
@@ -174,7 +179,21 @@ def count_least(prompt: Prompt) -> tuple[int, int]:
         for part in parts or [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             characters += len(text) if isinstance(text, str) else 0
-    return characters, others
+        longest = max(longest, *map(len, _texts_beside(message)), 0)
+    return max(characters, longest), others
+
+
+def _texts_beside(message: Any) -> Iterator[str]:
+    """What the model thought, and the arguments of its calls."""
+    if isinstance(message, Mapping):
+        calls = message.get("tool_calls")
+        functions = [
+            call["function"]
+            for call in (calls if isinstance(calls, list | tuple) else ())
+            if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
+        ]
+        for given in (message, *functions):
+            yield from (text for text in given.values() if isinstance(text, str))
 
 
 def check_arguments(params: object, request_id: object, priority: object) -> None:

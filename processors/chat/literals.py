@@ -40,6 +40,11 @@ class Literals:
         """Return whether there is a mark in a text."""
         return any(mark in rendered for mark in (START, END, *_ESCAPED))
 
+    @staticmethod
+    def length(rendered: str) -> int:
+        """Count the characters of a text without its marks."""
+        return len(rendered) - rendered.count(START) - rendered.count(END)
+
     def mark(self, text: str) -> str:
         """The text with a mark around each literal."""
         text = _MARKS.sub("", text)

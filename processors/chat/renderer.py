@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import PurePath
 from typing import Any
 
-from aioengine.errors import (
-    InvalidRequestError,
-    UnsupportedModalityError,
-    shown,
-)
+from aioengine.errors import InvalidRequestError, UnsupportedModalityError, shown
 from aioengine.processors.chat.answers import AnswerParser
 from aioengine.processors.chat.calls import CallGrammar, write_grammar
 from aioengine.processors.chat.formats import PLAIN, AnswerFormat, find_format
@@ -78,10 +74,16 @@ class ChatPrompt:
 
 
 class ChatRenderer:
-    """Renders conversations for one processor. Not thread-safe, as the processor is not."""
+    """Renders conversations for one processor. Not thread-safe, as the processor is not.
 
-    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+    `check_length`: raises for a rendered text of so many characters, before it is tokenised.
+    """
+
+    def __init__(
+        self, processor: BaseMultiModalProcessor, check_length: Callable[[int], None] | None = None
+    ) -> None:
         self._processor = processor
+        self._check_length = check_length
         self._tokenizer = processor.info.get_tokenizer()
         self._is_multimodal = bool(processor.info.get_supported_mm_limits())
         self._template = _find_template(processor)
@@ -133,6 +135,8 @@ class ChatRenderer:
         if tools:
             named["tools"] = self._literals.guard(tools)
         rendered = self._render(self._literals.separate(conversation, TEXTS), template, named)
+        if self._check_length is not None:
+            self._check_length(self._literals.length(rendered))
         token_ids, literals = self._tokenize(rendered)
         tail = rendered[-MAX_TAIL:]
         answers = find_format(template, getattr(self._tokenizer, "response_template", None))
@@ -442,5 +446,4 @@ def _find_template(processor: BaseMultiModalProcessor, name: str = "default") ->
 
 def _known_key(key: str, template: str) -> str:
     """The key under which the template looks for what a model has thought."""
-    names = (key, *REASONING)
-    return next((name for name in names if re.search(rf"\b{name}\b", template)), key)
+    return next((k for k in (key, *REASONING) if re.search(rf"\b{k}\b", template)), key)

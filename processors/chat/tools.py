@@ -22,9 +22,11 @@ CHOICES = ("auto", "none", "required")
 """Names of what a model may do with its tools, beside calling a certain one."""
 MAX_TOOLS = 1024
 MAX_DEPTH = 64
+"""Of lists and objects in a tool or a call."""
+MAX_VALUES = 1 << 18
+"""Of all of them, where what is in several places counts in each."""
 MAX_ID = 256
 """Characters."""
-"""Of lists and objects in a tool or a call."""
 _SCHEMAS: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
 NAME = re.compile(r"[\w.:/-]{1,256}")
 """Of tools and of calls: no such text spells a special token."""
@@ -182,14 +184,18 @@ def _as_object(text: str) -> dict[str, Any] | str:
     try:
         found = json.loads(text or "{}")
         check_depth(found, "arguments")
+        if "\\u" in text:  # JSON can escape halves of characters, which no prompt can have
+            whole = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            found = json.loads(whole.decode("utf-16", "replace"))
     except (ValueError, RecursionError, InvalidRequestError):
         return text
     return found if isinstance(found, dict) else text
 
 
 def check_depth(value: Any, path: str) -> None:
-    """Raise InvalidRequestError for lists and mappings too deep in each other."""
+    """Raise InvalidRequestError for lists and mappings too deep in each other, or too many."""
     level = [value]
+    num_values = 0
     for _ in range(MAX_DEPTH):
         children: list[Any] = []
         for each in level:
@@ -197,7 +203,10 @@ def check_depth(value: Any, path: str) -> None:
                 children += each.values()
             elif isinstance(each, list | tuple):
                 children += each
+            if num_values + len(children) > MAX_VALUES:
+                raise invalid(path, f"has more than {MAX_VALUES} values in it")
         if not children:
             return
         level = children
+        num_values += len(level)
     raise invalid(path, f"has more than {MAX_DEPTH} lists and objects in each other")

@@ -19,15 +19,16 @@ from openai.types import Batch
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from aioengine import AsyncEngine
+from aioengine import AsyncEngine, Prompt
 from aioengine.asgi import openai_app
 from aioengine.asgi.api import batches, files
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.keys import Keys
+from aioengine.engine.input_processor import InputProcessor
 from tests.asgi.serving import image_part, openai_client, serving
 from tests.support.engines import greedy, running_engine, settled, until
 
-CHAT = "/v1/chat/completions"
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 MAX_BYTES = 1_200_000
 SHARE = MAX_BYTES // 2
 """Of one of two keys."""
@@ -120,6 +121,26 @@ async def test_a_batch(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     }  # fmt: skip
     assert failed["r3"]["body"]["error"]["param"] == "temperature"
     assert [each.id async for each in client.batches.list()] == [batch.id]
+
+
+async def test_a_line_that_fails_in_the_engine(
+    engine: AsyncEngine, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails alone."""
+    prepare = InputProcessor.prepare
+
+    async def prepared(self: InputProcessor, state: Any, prompt: Prompt) -> Any:
+        if prompt.text == "broken":
+            raise RuntimeError("a fault")
+        return await prepare(self, state, prompt)
+
+    monkeypatch.setattr(InputProcessor, "prepare", prepared)
+    bodies = [{"prompt": text, "max_tokens": 2} for text in ("a", "broken", "b", "c")]
+    batch = await ended(client, await begun(client, lines(bodies, url=TEXTS), TEXTS))
+    assert batch.status == "completed" and batch.errors is None
+    assert len(await rows(client, batch.output_file_id)) == 3
+    (failed,) = await rows(client, batch.error_file_id)
+    assert failed["custom_id"] == "r1" and failed["response"]["status_code"] == 500
 
 
 async def test_texts(engine: AsyncEngine, client: AsyncOpenAI) -> None:

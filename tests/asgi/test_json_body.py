@@ -16,6 +16,7 @@ from aioengine.asgi import json_body as module
 from aioengine.asgi.error_responses import ApiError
 from aioengine.asgi.json_body import (
     LONG,
+    MAX_DEPTH,
     MAX_REST,
     BodyBudget,
     BoundedBody,
@@ -67,7 +68,11 @@ def test_what_json_refuses_is_refused(data: bytes, padding: bool) -> None:
         b"{}{}",
         b'{"a": NaN}',
         b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": -1e999}',
         b'{"a":' * 5_000,
+        b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1),
+        b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
         b'{"a":"' + b"x" * LONG,
         b'{"a":"' + b"\\" * LONG + b'"',
         b'{"a":"' + b"\\" * (4 * LONG + 1) + b'"}',
@@ -79,6 +84,16 @@ def test_no_object(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_object(data)
     assert caught.value.status == 400 and caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("text", ["", "[" * 1000, "]{" * 1000, '"}' * 1000])
+def test_lists_in_lists_and_brackets_in_texts(text: str) -> None:
+    value: dict[str, Any] = {"texts": [text] * 3, "flat": [{"a": [1.5]}] * 1000}
+    for _ in range(MAX_DEPTH - 4):
+        value = {"a": value}
+    assert parse_object(json.dumps(value).encode()) == value
+    with pytest.raises(ApiError):
+        parse_object(json.dumps({"a": value}).encode())
 
 
 def test_the_rest_is_bounded() -> None:

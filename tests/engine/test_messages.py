@@ -19,7 +19,7 @@ from aioengine import (
     StructuredOutputs,
     ToolCall,
 )
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import InvalidRequestError, PromptTooLongError
 from aioengine.types import Delta
 from tests.processors.test_chat_tools import TEMPLATES, weather
 from tests.support.engines import greedy, running_engine
@@ -241,6 +241,43 @@ async def test_a_tool_that_has_to_be_called(folder: Path, name: str) -> None:
         assert engine.statistics().encoder_items_run == engine.statistics().running == 0
         free, total = engine.statistics().kv_blocks_free, engine.statistics().kv_blocks_total
         assert free == total
+
+
+def tool_of(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize("properties", [True, -1, 1.5, "city", ["city"]])
+async def test_properties_that_are_none(folder: Path, properties: Any) -> None:
+    schema = {"type": "object", "properties": properties, "required": ["city"]}
+    async with running_engine(folder) as engine:
+        with pytest.raises(InvalidRequestError, match="properties") as caught:
+            tools = [tool_of("f", schema)]
+            await engine.generate(ASKED, greedy(2), tools=tools, tool_choice="required")
+        assert caught.value.parameter == "tools[0].function.parameters"
+
+
+async def test_a_schema_of_a_tool_that_need_not_be_called(folder: Path) -> None:
+    large = {"type": "object", "properties": {}, "description": "x" * 70_000}
+    tools = [tool_of("f", {"type": "object", "properties": {}}), tool_of("g", large)]
+    async with running_engine(folder, max_model_len=1024) as engine:
+        for choice in ("g", "required"):
+            with pytest.raises(InvalidRequestError) as caught:
+                await engine.generate(ASKED, greedy(2), tools=tools, tool_choice=choice)
+            assert caught.value.parameter == "tools[1].function.parameters"
+        with pytest.raises(PromptTooLongError):  # in the prompt it is all the same
+            await engine.generate(ASKED, greedy(2), tools=tools, tool_choice="f")
+
+
+@pytest.mark.parametrize("tools", [False, 0, 0.0, True, {}, "f"])
+async def test_tools_that_are_no_list(folder: Path, tools: Any) -> None:
+    async with running_engine(folder) as engine:
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.generate(ASKED, greedy(2), tools=tools)
+        assert caught.value.parameter == "tools"
+        with pytest.raises(InvalidRequestError):
+            await engine.generate(Prompt(messages=ASKED, tools=tools), greedy(2))
+        assert await engine.generate(Prompt(messages=ASKED, tools=None), greedy(2))  # type: ignore[arg-type]
 
 
 async def test_a_call_in_tags_that_has_to_be_made(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ One thread lays out all prompts, so whatever a hopeless one costs there is paid 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ class Untouched(list[int]):
         raise AssertionError("every id was looked at")
 
 
+ASKED = {"role": "user", "content": "Hello"}
+
+
+def called(text: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
+
+
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -39,8 +47,11 @@ class Untouched(list[int]):
         Prompt(text="x" * 1_000_000),
         Prompt(token_ids=Untouched([20] * 1_000_000)),
         [{"role": "user", "content": "hello world, how are you? " * 40_000}],
+        [ASKED, {"role": "assistant", "content": "", "reasoning_content": "hm " * 400_000}],
+        [ASKED, {"role": "assistant", "tool_calls": [called("hm " * 400_000)]}],
+        [ASKED, {"role": "assistant", "tool_calls": [called("hm " * 10_000)] * 40}],
     ],
-    ids=["text", "text in a prompt", "ids", "chat"],
+    ids=["text", "text in a prompt", "ids", "chat", "thought", "call", "calls"],
 )
 async def test_a_hopeless_prompt_is_not_tokenised(
     folder: Path, monkeypatch: pytest.MonkeyPatch, prompt: Any

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import InvalidRequestError
 from aioengine.processors.chat.renderer import ChatRenderer
-from aioengine.processors.chat.tools import read_choice, read_tools
+from aioengine.processors.chat.tools import check_depth, read_choice, read_tools
 from aioengine.processors.text_only import TextOnlyDummyInputs, TextOnlyInfo, TextOnlyProcessor
 from tests.processors.conftest import context_of, make_tokenizer
 from tests.support.tools_model import TEMPLATE
@@ -135,6 +135,29 @@ def test_arguments_are_objects_or_their_json(renderer_of: Make, name: str) -> No
     as_text = {**CALLS[0], "function": {**function, "arguments": json.dumps(function["arguments"])}}
     messages = [MESSAGES[0], {**MESSAGES[1], "tool_calls": [as_text]}, MESSAGES[2]]
     assert renderer.render(messages).token_ids == renderer.render(MESSAGES).token_ids
+
+
+def test_halves_of_characters_in_arguments(renderer_of: Make) -> None:
+    """JSON can escape them, and a model may."""
+    renderer, tokenizer = renderer_of("hermes")
+
+    def prompt(arguments: str) -> str:
+        call = {**CALLS[0], "function": {"name": "weather", "arguments": arguments}}
+        messages = [MESSAGES[0], {"role": "assistant", "tool_calls": [call]}]
+        return str(tokenizer.decode(renderer.render(messages).token_ids))
+
+    assert prompt(r'{"city": "\ud800", "\udc00": ["\ud83d\ude00"]}') == prompt(
+        '{"city": "\ufffd", "\ufffd": ["\U0001f600"]}'
+    )
+
+
+def test_values_that_stand_in_many_places() -> None:
+    shared: Any = {"a": 1}
+    for _ in range(40):
+        shared = [shared, shared]
+    with pytest.raises(InvalidRequestError, match="values in it"):
+        check_depth(shared, "chat_template_kwargs")
+    check_depth([[1] * 1000] * 100, "chat_template_kwargs")
 
 
 HOSTILE = st.text(st.sampled_from('ab<|>[]"{'), max_size=8) | st.sampled_from(MARKS)
