@@ -305,7 +305,8 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same tokens, alone or in company; None (or -1) draws one."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the text; the one completed first wins."""
+    """Strings that end the text; the one completed first wins. Tokens that the text leaves out have
+    none (see `skip_special_tokens`)."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the text."""
     include_stop_str_in_output: bool = False
