@@ -184,7 +184,7 @@ def count_least(prompt: Prompt) -> tuple[int, int]:
 
 
 def _texts_beside(message: Any) -> Iterator[str]:
-    """What the model thought, and the arguments of its calls."""
+    """Texts beside the content: what the model thought, and the arguments of its calls."""
     if isinstance(message, Mapping):
         calls = message.get("tool_calls")
         functions = [
