@@ -431,11 +431,12 @@ def encode_pairs(
     """
     found = []
     for index, (first, second) in enumerate(pairs):
-        try:
-            f"{first}{second}".encode()
-        except UnicodeEncodeError:
-            message = "the text of a pair is not valid Unicode (it has lone surrogates)"
-            raise InvalidRequestError(message, parameter=f"documents[{index}]") from None
+        for name, text in (("query", first), (f"documents[{index}]", second)):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                message = f"{name} is not valid Unicode (it has lone surrogates)"
+                raise InvalidRequestError(message, parameter=name) from None
         encoding = tokenizer(first, second, return_token_type_ids=True, verbose=False)
         types = list(encoding.get("token_type_ids") or ())
         found.append((tuple(encoding["input_ids"]), types.index(1) if 1 in types else 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.support.engines import greedy, running_engine, settled
 
 TEXTS = ["one two", "three", "Will it rain?"]
 MODEL = "tiny"
+HALF = "\ud800"
+"""Of a pair of surrogates: no Unicode."""
 
 
 @asynccontextmanager
@@ -133,6 +136,17 @@ async def test_scores_of_a_classifier(tmp_path: Path) -> None:
         expected = await engine.score("rain", TEXTS)
         found = {each["index"]: each["relevance_score"] for each in answer["results"]}
         assert [found[index] for index in range(3)] == pytest.approx(expected)
+        for path, half, parameter in (
+            ("rerank", {"query": HALF}, "query"),
+            ("rerank", {"documents": ["b", HALF]}, "documents[1]"),
+            ("score", {"text_1": HALF, "text_2": ["b"]}, "text_1"),
+            ("score", {"text_1": "a", "text_2": HALF}, "text_2"),
+            ("score", {"text_1": "a", "text_2": ["b", HALF]}, "text_2[1]"),
+        ):
+            asked = {**(body if path == "rerank" else {}), **half}
+            response = await client.post(f"{url}/v1/{path}", content=json.dumps(asked))
+            error = response.json()["error"]
+            assert error["param"] == parameter and error["message"].startswith(f"{parameter} is")
         response = await client.post(f"{url}/v1/chat/completions", json={"messages": []})
         assert response.status_code == 400
         assert_for_clients(response.json()["error"]["message"])
@@ -159,6 +173,10 @@ async def test_scores_of_a_classifier(tmp_path: Path) -> None:
         ("rerank", {"query": "a", "documents": ["b", {"text": "a" * 9000}]}, "documents[1]"),
         ("embeddings", {"input": "a", "temperature": 0}, "temperature"),
         ("score", {"text_1": "a"}, "text_2"),
+        ("score", {"text_1": "a", "text_2": "b", "mm_processor_kwargs": True},
+         "mm_processor_kwargs"),
+        ("rerank", {"query": "a", "documents": ["b"], "mm_processor_kwargs": []},
+         "mm_processor_kwargs"),
         ("score", {"text_1": ["a"], "text_2": "b"}, "text_1"),
         ("rerank", {"query": "a", "documents": []}, "documents"),
         ("rerank", {"query": "a", "documents": ["b", 3]}, "documents[1]"),
