@@ -145,9 +145,12 @@ async def test_a_line_that_fails_in_the_engine(
 
 async def test_texts(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     body = {"prompt": ["one", "two"], "temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    wrong = {**body, "prompt": ["one", [-1]]}
     batch = await ended(
-        client, await begun(client, lines([body], "/v1/completions"), "/v1/completions")
+        client, await begun(client, lines([body, wrong], "/v1/completions"), "/v1/completions")
     )
+    (row,) = await rows(client, batch.error_file_id)
+    assert row["response"]["body"]["error"]["param"] == "prompt[1]"
     (row,) = await rows(client, batch.output_file_id)
     texts = [choice["text"] for choice in row["response"]["body"]["choices"]]
     assert texts == [(await engine.generate(text, greedy(3))).text for text in ("one", "two")]

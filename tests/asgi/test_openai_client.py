@@ -304,6 +304,20 @@ async def test_bad_requests(client: AsyncOpenAI, body: dict[str, Any], parameter
     assert parameter.partition(".")[0].partition("[")[0] in error.message
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "parameter"),
+    [(["a", [-1]], "prompt[1]"), (["ab " * 2000], "prompt[0]"), ("ab " * 2000, "prompt"),
+     ([5] * 9000, "prompt")],
+)  # fmt: skip
+async def test_which_prompt_is_wrong(
+    client: AsyncOpenAI, prompt: Any, parameter: str, is_streamed: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model=MODEL, prompt=prompt, stream=is_streamed)
+    assert caught.value.param == parameter
+
+
 async def test_too_long(client: AsyncOpenAI) -> None:
     error = await refused(
         client, openai.BadRequestError, messages=[{"role": "user", "content": "ab " * 2000}]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,8 @@ ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request. A chat has one prompt. `model`: None takes the one there is.
+    """A request. A chat has one prompt. `model`: None takes the one there is; `are_listed`: the
+    prompts are a list in the body, be it of one.
 
     `fields`: those that were given and are done; `aliases`: the engine's names of parameters ->
     those that the client has used.
@@ -64,12 +66,23 @@ class Ask:
     model: str | None = None
     is_streamed: bool = False
     wants_usage: bool = False
+    are_listed: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def in_its_words(self, error: Exception) -> Exception:
         """An error that names the client's own parameter."""
         return in_words(error, self.aliases)
+
+    @contextmanager
+    def naming(self, number: int) -> Iterator[None]:
+        """Have an error of one of several prompts say of which."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            if self.are_listed and error.parameter == "prompt":
+                raise error.for_parameter(f"prompt[{number}]") from error
+            raise
 
 
 def make_ask(
@@ -111,6 +124,8 @@ def prompt_options(given: Mapping[str, Any]) -> dict[str, Any]:
     salt = given.get("cache_salt", "")
     if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARACTERS:
         raise wrong("cache_salt", f"text of {MAX_SALT_CHARACTERS} characters at most")
+    if not isinstance(given.get("mm_processor_kwargs", {}), dict):
+        raise wrong("mm_processor_kwargs", "an object")
     return {name: given[name] for name in ("cache_salt", "mm_processor_kwargs") if name in given}
 
 

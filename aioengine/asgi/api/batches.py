@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -297,10 +297,13 @@ def generating(kind: type[Answer]) -> Work:
 
     async def work(service: Service, ask: Ask) -> dict[str, Any]:
         assert ask.model is not None
-        call = partial(_in_turn, service.engine.generate)
-        outputs: list[RequestOutput] = await run_together(
-            call(prompt, ask.params, priority=PRIORITY) for prompt in ask.prompts
-        )
+        call = partial(_in_turn, service.engine.generate, priority=PRIORITY)
+
+        async def answered(number: int, prompt: Prompt) -> RequestOutput:
+            with ask.naming(number):
+                return await call(prompt, ask.params)
+
+        outputs = await run_together(starmap(answered, enumerate(ask.prompts)))
         return await kind(ask.model, service.token_texts, ask).complete(outputs)
 
     return work

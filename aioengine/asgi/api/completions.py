@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,15 +25,20 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
     if given.pop("best_of", None) not in (None, given.get("n", 1)):
         raise wrong("best_of", "as large as n")
     options = prompt_options(given)
+    listed = read_prompts(given.get("prompt"), "prompt", MAX_PROMPTS)
     prompts = tuple(
         Prompt(**{**options, "text" if isinstance(prompt, str) else "token_ids": prompt})
-        for prompt in read_prompts(given.get("prompt"), "prompt", MAX_PROMPTS)
+        for prompt in listed
     )
-    return make_ask(given, prompts, given.get("logprobs"))
+    ask = make_ask(given, prompts, given.get("logprobs"))
+    return replace(ask, are_listed=listed is given["prompt"])
 
 
 def read_prompts(given: Any, name: str, most: int) -> Sequence[str | list[int]]:
-    """One or many of the forms that a prompt has. Raises InvalidRequestError."""
+    """One or many of the forms that a prompt has; many are the list that is given.
+
+    Raises InvalidRequestError.
+    """
     if isinstance(given, str) or (given and _is_prompt(given)):
         return [given]
     many = given if isinstance(given, list) else []

@@ -18,7 +18,7 @@ from aioengine.asgi.api.fields import EMBEDDINGS, RERANK, SCORE, done, known
 from aioengine.asgi.client_task import LongEvent
 from aioengine.asgi.json_body import LONG
 from aioengine.asgi.service import Service
-from aioengine.errors import InvalidRequestError, is_int
+from aioengine.errors import is_int
 from aioengine.streams.loop_bridge import run_apart
 from aioengine.streams.together import run_together
 from aioengine.types import EmbeddingOutput, Prompt, ScoreOutput
@@ -55,19 +55,21 @@ def read_embeddings(body: Mapping[str, Any]) -> Ask:
     if size is not None and not (is_int(size) and size > 0):
         raise wrong("dimensions", "a positive integer")
     flag(given, "normalize")
-    options = prompt_options(given)
+    options, are_listed = prompt_options(given), False
     if "messages" in given:
         conversation = check_conversation(given["messages"])
         template = template_options(given)
         prompts = [Prompt(messages=conversation, chat_template_kwargs=template, **options)]
     else:
+        listed = read_prompts(given["input"], "input", MAX_INPUTS)
+        are_listed = listed is given["input"]
         prompts = [
             Prompt(**{**options, "text" if isinstance(each, str) else "token_ids": each})
-            for each in read_prompts(given["input"], "input", MAX_INPUTS)
+            for each in listed
         ]
     name = "messages" if "messages" in given else "input"
     used = {"prompt": name, "n": name}
-    return make_ask(given, tuple(prompts), None, used)
+    return replace(make_ask(given, tuple(prompts), None, used), are_listed=are_listed)
 
 
 def read_score(body: Mapping[str, Any]) -> Ask:
@@ -137,18 +139,12 @@ async def answer_embeddings(
     size = given.get("dimensions")
     _check_size(size, service.engine.embedding_width)
     turn = asyncio.Lock()
-    texts = given.get("input")
-    is_many = isinstance(texts, list) and not isinstance(texts[0], int)
 
     async def embedded(number: int, prompt: Prompt) -> EmbeddingOutput:
         async with turn:
             await asyncio.sleep(0)  # thousands that begin at once would hold the loop
-        try:
+        with ask.naming(number):
             return await call(prompt, **options)
-        except InvalidRequestError as error:
-            if is_many and error.parameter == "prompt":
-                raise error.for_parameter(f"input[{number}]") from error
-            raise
 
     outputs = await run_together(starmap(embedded, enumerate(ask.prompts)))
     width = len(outputs[0].vector)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import starmap
 from typing import Any
 
 from starlette.responses import Response
@@ -67,13 +68,14 @@ class Generation:
             for number, prompt in enumerate(ask.prompts):
                 prompt = self._service.salted(scope, prompt)
                 name = answer.id if len(ask.prompts) == 1 else f"{answer.id}-{number}"
-                stream = engine.stream(prompt, ask.params, request_id=name)
+                with ask.naming(number):
+                    stream = engine.stream(prompt, ask.params, request_id=name)
                 stack.callback(stream.close)
                 streams.append(stream)
                 await asyncio.sleep(0)
             if ask.is_streamed:
-                await _stream_deltas(answer, streams, events)
-            outputs = await _results(streams)
+                await _stream_deltas(ask, answer, streams, events)
+            outputs = await _results(ask, streams)
             await self._conclude(ask, answer, outputs, scope)
             if ask.is_streamed:
                 await events.send(*answer.ending(outputs))
@@ -86,19 +88,24 @@ class Generation:
 
 
 async def _stream_deltas(
-    answer: Answer, streams: Sequence[TokenStream], events: EventStream
+    ask: Ask, answer: Answer, streams: Sequence[TokenStream], events: EventStream
 ) -> None:
     async def relay(number: int, stream: TokenStream) -> None:
-        async for delta in stream:
-            for chunk in answer.chunks(number, delta):
-                await events.send(chunk)
-                await asyncio.sleep(0)
+        with ask.naming(number):
+            async for delta in stream:
+                for chunk in answer.chunks(number, delta):
+                    await events.send(chunk)
+                    await asyncio.sleep(0)
 
-    await run_together(relay(number, stream) for number, stream in enumerate(streams))
+    await run_together(starmap(relay, enumerate(streams)))
 
 
-async def _results(streams: Sequence[TokenStream]) -> list[RequestOutput]:
-    return await run_together(stream.result() for stream in streams)
+async def _results(ask: Ask, streams: Sequence[TokenStream]) -> list[RequestOutput]:
+    async def result(number: int, stream: TokenStream) -> RequestOutput:
+        with ask.naming(number):
+            return await stream.result()
+
+    return await run_together(starmap(result, enumerate(streams)))
 
 
 async def _encoded(answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
