@@ -429,8 +429,9 @@ class SamplingParams:
 
 def _check_strings(name: str, strings: Sequence[Any]) -> None:
     require(len(strings) <= MAX_STRINGS, name, len(strings), f"at most {MAX_STRINGS} strings")
+    what = "a string or a list of strings" if name == "stop" else "a list of words"
     for string in strings:
-        check_text(string, MAX_STRING_LENGTH, name, "a list of strings")
+        check_text(string, MAX_STRING_LENGTH, name, what)
     length = sum(map(len, strings))
     rule = f"at most {MAX_STRINGS_LENGTH} characters in all"
     require(length <= MAX_STRINGS_LENGTH, name, length, rule)

@@ -50,6 +50,11 @@ JSON_WORDS = {"True": "true", "False": "false", "None": "null", "NoneType": "nul
 }
 """Python's words in the engine's errors, and those of a client's JSON."""
 PYTHON = re.compile(r"(?<![\w'.])(True|False|None|(?<=, not )(?:NoneType|dict|str|bool))(?![\w'.])")
+MEDIA = re.compile(r": (image|audio|video)s=\[\.\.\.\]")
+MEDIA_PATHS = dict.fromkeys(("image", "video"), " in chat/completions") | {
+    "audio": " in audio/transcriptions"
+}
+"""Media as Python's calls have them, and where a client gives them."""
 AGAIN = (424, 429, 503)
 """Statuses of what is worth another try."""
 
@@ -95,6 +100,7 @@ def _for_clients(error: Exception) -> str:
     text = str(error)
     if isinstance(error, errors.EngineClosedError):
         text = text.partition(";")[0]  # the rest tells how Python starts an engine
+    text = MEDIA.sub(lambda found: MEDIA_PATHS[found[1]], text)
     return PYTHON.sub(lambda found: JSON_WORDS[found[1]], text)
 
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from aioengine import AsyncEngine
 from aioengine.asgi import openai_app
-from aioengine.asgi.api.fields import CHAT, COMPLETIONS, MESSAGES, Handling, known
+from aioengine.asgi.api.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Handling, known
 from aioengine.asgi.api.openapi import TABLES
 from aioengine.errors import InvalidRequestError
 from aioengine.processors.chat.renderer import EMPTY_KEYS, KEYS
@@ -102,6 +102,9 @@ def test_what_is_unknown_is_refused_with_what_was_meant() -> None:
         known({"tool": []}, CHAT)
     with pytest.raises(InvalidRequestError, match="'echoes' is not a field"):
         known({"echoes": True}, COMPLETIONS)
+    for name in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(InvalidRequestError, match="give max_output_tokens"):
+            known({name: 3}, RESPONSES)
 
 
 def test_every_table_is_of_an_endpoint() -> None:

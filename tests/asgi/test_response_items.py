@@ -201,6 +201,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_tokens": 3}, "max_tokens"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ({"top_logprobs": 3}, "include"),
     ({"include": ["all"]}, "include"),
     ({"metadata": {"a": 3}}, "metadata"),

@@ -173,6 +173,13 @@ async def test_refusals(engine: AsyncEngine, client: AsyncOpenAI, listener: Path
     assert refused.value.param == "file"
 
 
+async def test_completions_are_no_place_for_audio(client: AsyncOpenAI, listener: Path) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model=listener.name, prompt="a")
+    assert refused.value.param == "prompt"
+    assert "give it audio in audio/transcriptions" in refused.value.message
+
+
 async def test_a_form_without_files_is_refused_unread(engine: AsyncEngine) -> None:
     """60 MiB of ampersands would be read byte by byte on the loop."""
 

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
-from aioengine.asgi.api.chat import read_chat
+from aioengine.asgi.api.chat import PARTS, read_chat
 from aioengine.asgi.api.completions import read_completion
 from aioengine.errors import InvalidRequestError
 
 CHAT: dict[str, Any] = {"messages": []}
+PLACE = "messages[0].content[0]"
+
+
+def part(value: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [value]}]}
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -40,6 +45,15 @@ def nested(depth: int) -> dict[str, Any]:
          "structured_outputs.regex must be text of 1 to 2048 characters, not 2049"),
         ({"response_format": nested(40)}, "response_format",
          "response_format must be nested at most 32 levels deep"),
+        (part({"text": "x"}), f"{PLACE}.type", f"{PLACE}.type must be one of {', '.join(PARTS)}"),
+        (part({"type": ["text"]}), f"{PLACE}.type",
+         f"{PLACE}.type must be one of {', '.join(PARTS)}"),
+        (part({"type": "image_url"}), f"{PLACE}.image_url", f"{PLACE}.image_url must be given"),
+        (part({"type": "image"}), f"{PLACE}.image", f"{PLACE}.image must be given"),
+        (part({"type": "audio_url", "audio_url": {"url": None}}), f"{PLACE}.audio_url.url",
+         f"{PLACE}.audio_url.url must be given"),
+        ({"stop": ""}, "stop",
+         "stop must be a string or a list of strings of 1 to 1024 characters, not 0"),
     ],
 )  # fmt: skip
 def test_chat(fields: dict[str, Any], parameter: str, text: str) -> None:

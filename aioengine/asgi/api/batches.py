@@ -129,7 +129,7 @@ class Batches:
         if not isinstance(name, str):
             raise wrong("input_file_id", "the id of a file")
         owner = self._service.keys.owner(scope)
-        file = self._store.get(owner, name)
+        file = self._store.get(owner, name, "input_file_id")
         self._make_room(owner)
         batch = Batch(
             owner=owner,

@@ -189,13 +189,22 @@ def _read_part(part: Any, path: str) -> Any:
 
     A name of the caller's own (`uuid`) would be taken at its word, whoever else uses it.
     """
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in PARTS:
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        raise wrong(f"{path}type", f"one of {', '.join(PARTS)}")
+    if kind not in PARTS:
         return part
     read = known(part, PARTS[kind], path)
+    if kind != "text" and read.keys() <= {"type"}:
+        raise wrong(path + kind, "given")  # no items stand beside the messages
     if kind not in MEDIA_PARTS or not isinstance(content := read.get(kind), dict):
         return read
-    return {**read, kind: known(content, PART_CONTENT, f"{path}{kind}.")}
+    content = known(content, PART_CONTENT, f"{path}{kind}.")
+    if kind != "input_audio" and "url" not in content:
+        raise wrong(f"{path}{kind}.url", "given")
+    return {**read, kind: content}
 
 
 def _read_call(call: Any, path: str) -> Any:

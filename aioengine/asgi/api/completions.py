@@ -17,6 +17,8 @@ from aioengine.types import CompletionOutput, Delta, Prompt, TokenLogprobs
 __all__ = ["TextAnswer", "read_completion", "read_prompts"]
 
 MAX_PROMPTS = 128
+MEDIA = dict.fromkeys(("images", "audios", "videos"), "prompt")
+"""What a model may want beside a prompt, and this endpoint does not take."""
 
 
 def read_completion(body: Mapping[str, Any]) -> Ask:
@@ -31,7 +33,7 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
         for prompt in listed
     )
     ask = make_ask(given, prompts, given.get("logprobs"))
-    return replace(ask, are_listed=listed is given["prompt"])
+    return replace(ask, are_listed=listed is given["prompt"], aliases={**ask.aliases, **MEDIA})
 
 
 def read_prompts(given: Any, name: str, most: int) -> Sequence[str | list[int]]:

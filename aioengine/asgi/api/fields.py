@@ -287,6 +287,8 @@ RESPONSES: Fields = {
     "conversation": refused("give the items, or previous_response_id"),
     "context_management": refused("nothing is compacted; leave out items yourself", []),
     "prompt": refused("no templates are kept here; give input and instructions"),
+    "max_tokens": refused("give max_output_tokens"),
+    "max_completion_tokens": refused("give max_output_tokens"),
     "max_tool_calls": refused("it bounds tools that a server calls; here the client calls them"),
     "moderation": CHAT["moderation"],
     "image": refused("images are not compressed", {"context_compression": "auto"}),

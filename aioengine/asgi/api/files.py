@@ -115,11 +115,15 @@ class FileStore:
                 continue
             raise ApiError(413, message, parameter="file", code="request_too_large")
 
-    def get(self, owner: str, name: str) -> StoredFile:
-        """A file of this owner. Raises ApiError where there is none."""
+    def get(self, owner: str, name: str, parameter: str | None = None) -> StoredFile:
+        """A file of this owner. `parameter`: where a body names it.
+
+        Raises ApiError where there is none.
+        """
         found = self._files.get(name)
         if found is None or found.owner != owner:
-            raise ApiError(404, f"there is no file {shown(name)}", code="not_found")
+            message = f"there is no file {shown(name)}"
+            raise ApiError(404, message, parameter=parameter, code="not_found")
         return found
 
     def remove(self, owner: str, name: str) -> None:
