@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aioengine.asgi.endpoint import endpoint
-from aioengine.asgi.error_responses import RETRY_AFTER_S, ApiError, error_response
+from aioengine.asgi.error_responses import RETRY_AFTER_S, error_response, protocol_error
 from aioengine.asgi.origins import guards
 from aioengine.asgi.routes import api_routes, token_routes
 from aioengine.asgi.service import Service, ServiceOptions
@@ -104,11 +104,12 @@ def _lifespan(engine: AsyncEngine) -> Lifespan:
     return lifespan
 
 
-async def _http_error(_request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the shape of all other errors."""
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, and forms that cannot be read, in the shape of other errors."""
     assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, error.detail, headers=error.headers or {})
-    return error_response(found)
+    found = protocol_error(error.status_code, error.detail)
+    found.headers = {**found.headers, **(error.headers or {})}
+    return error_response(found, request.scope["path"])
 
 
 def _service_routes(service: Service) -> list[BaseRoute]:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from aioengine.asgi.client_task import Reply
-from aioengine.asgi.error_responses import ApiError, api_error, error_response, forget_frames
+from aioengine.asgi.error_responses import api_error, error_response, forget_frames
 from aioengine.asgi.service import Service
 
 __all__ = ["QUERY", "Handler", "endpoint"]
@@ -26,7 +26,6 @@ QUERY = "aioengine.query"
 Handler = Callable[[Scope, Any, Send], Awaitable[None]]
 """Its second argument is a BoundedBody."""
 ReadQuery = Callable[[Mapping[str, str]], Mapping[str, str]]
-ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 
 
 def endpoint(
@@ -34,38 +33,31 @@ def endpoint(
     path: str,
     handle: Handler,
     method: str = "GET",
-    error_body: ErrorBody | None = None,
     *,
     needs_room: bool | None = None,
     query: ReadQuery | None = None,
 ) -> Route:
-    """Make the route of an endpoint. `error_body`: of its errors, where they are not OpenAI's;
-    `needs_room`: it is refused where the engine's queue is full; None: as all POST requests are;
-    `query`: reads what its URL has, which the scope has under `QUERY` then; None: it may be
-    anything."""
+    """Make the route of an endpoint. `needs_room`: it is refused where the engine's queue is full;
+    None: as all POST requests are; `query`: reads what its URL has, which the scope has under
+    `QUERY` then; None: it may be anything."""
     needs = method == "POST" if needs_room is None else needs_room
-    app = _Endpoint(service, handle, error_body, needs_room=needs, query=query)
+    app = _Endpoint(service, handle, needs_room=needs, query=query)
     return Route(path, app, methods=[method])
 
 
 class _Endpoint:
-    """An ASGI app for those who have a key, with bounded bodies.
-
-    Its errors are OpenAI's, or have the bodies that `error_body` makes.
-    """
+    """An ASGI app for those who have a key, with bounded bodies."""
 
     def __init__(
         self,
         service: Service,
         handle: Handler,
-        error_body: ErrorBody | None = None,
         *,
         needs_room: bool,
         query: ReadQuery | None,
     ) -> None:
         self._service = service
         self._handle = handle
-        self._error_body = error_body
         self._needs_room = needs_room
         self._query = query
 
@@ -93,9 +85,7 @@ class _Endpoint:
                 # The rest may never come. A client that is quick to send should have the answer
                 # first, which a server that closes at once takes from it.
                 found.headers = {**found.headers, "connection": "close"}
-            shape = self._error_body
-            body_of = None if shape is None else shape(found)
-            await error_response(found, body_of)(scope, receive, reply)
+            await error_response(found, scope["path"])(scope, receive, reply)
         finally:
             body.close()
 

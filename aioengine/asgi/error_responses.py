@@ -14,7 +14,15 @@ from starlette.responses import Response
 
 from aioengine import errors
 
-__all__ = ["ApiError", "anthropic_error", "api_error", "error_response", "forget_frames"]
+__all__ = [
+    "ApiError",
+    "anthropic_error",
+    "api_error",
+    "error_response",
+    "error_text",
+    "forget_frames",
+    "protocol_error",
+]
 
 RETRY_AFTER_S = 1
 """Of what is over soon: a queue moves on, an engine comes up or another one is asked."""
@@ -43,6 +51,15 @@ ANTHROPIC = {
     503: "overloaded_error",
 }
 """Anthropic's types of errors by their status; of others see `anthropic_error`."""
+CODES = {
+    400: "invalid_value",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    431: "request_too_large",
+    503: "engine_closed",
+}
+"""Codes of what is refused before it reaches an endpoint."""
 JSON_WORDS = {"True": "true", "False": "false", "None": "null", "NoneType": "null"} | {
     "dict": "object",
     "str": "string",
@@ -95,6 +112,15 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, message, "server_error", code="internal_error")
 
 
+def protocol_error(status: int, message: str, code: str | None = None) -> ApiError:
+    """The fault of a request that reaches no endpoint, or whose form is none. `code`: where it is
+    not the status's own."""
+    kind = UNAVAILABLE if status == 503 else INVALID
+    parameter = "file" if message.startswith("Too many files") else None
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in AGAIN else {}
+    return ApiError(status, message, kind, parameter, code or CODES.get(status), headers)
+
+
 def _for_clients(error: Exception) -> str:
     """The text of an error of the engine's in a client's words."""
     text = str(error)
@@ -127,7 +153,13 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> Response:
-    """The whole HTTP response. `body`: in another shape than OpenAI's."""
-    text = json.dumps(error.body if body is None else body)
+def error_text(error: ApiError, path: str = "") -> str:
+    """The JSON of an error in the shape that clients of the path expect."""
+    is_anthropics = path.rstrip("/").endswith(("/messages", "/messages/count_tokens"))
+    return json.dumps(anthropic_error(error) if is_anthropics else error.body)
+
+
+def error_response(error: ApiError, path: str = "") -> Response:
+    """The whole HTTP response to a request for a path."""
+    text = error_text(error, path)
     return Response(text, error.status, dict(error.headers), media_type="application/json")

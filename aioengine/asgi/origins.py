@@ -78,7 +78,8 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refuse(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error_response(error))(scope, receive, send)
+        answer = self._app if error is None else error_response(error, scope["path"])
+        await answer(scope, receive, send)
 
 
 def _refuse_host(trusted: Sequence[str], scope: Scope) -> ApiError | None:

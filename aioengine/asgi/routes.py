@@ -32,7 +32,6 @@ from aioengine.asgi.api.questions import Question
 from aioengine.asgi.api.tokenize import count, read_text, read_tokenize, show, text_of
 from aioengine.asgi.api.transcription import Transcription
 from aioengine.asgi.endpoint import Handler, endpoint
-from aioengine.asgi.error_responses import anthropic_error
 from aioengine.asgi.responses.endpoint import KeptResponses, Responses, read_unkept
 from aioengine.asgi.responses.events import ResponseAnswer
 from aioengine.asgi.service import Service
@@ -87,7 +86,7 @@ def _generation_routes(service: Service) -> list[BaseRoute]:
     return [
         *(endpoint(service, p[3:], Generation(service, *k), "POST") for p, k in kinds.items()),
         endpoint(service, "/audio/transcriptions", Transcription(service), "POST"),
-        *(endpoint(service, p, h, "POST", anthropic_error) for p, h in anthropic.items()),
+        *(endpoint(service, p, h, "POST") for p, h in anthropic.items()),
         endpoint(service, "/files", files.upload, "POST"),
         endpoint(service, "/files", files.all, query=_reads(FILE_LIST)),
         endpoint(service, "/files/{name}", files.one, query=_reads({})),

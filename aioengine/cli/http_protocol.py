@@ -6,7 +6,6 @@ uvicorn's own keeps whatever a client calls a header, for as long as that takes.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from aioengine.asgi.error_responses import ApiError
+from aioengine.asgi.error_responses import error_text, protocol_error
 
 try:
     from resource import RLIMIT_NOFILE, getrlimit
@@ -128,7 +127,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         connections.open.add(self)
         connections.waiting[self] = None
         if is_full:
-            self._refuse(503, "all connections are in use; try later")
+            self._refuse(503, "all connections are in use; try later", "overloaded")
         else:
             self._start_timer()
 
@@ -320,22 +319,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self.cycle is None or self.cycle.response_complete:
             self.drop()
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer, and close the connection; where an answer is under way, close it after that."""
+    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
+        """Answer, and close the connection; where an answer is under way, close it after that.
+
+        `code`: of the error, where it is not the status's own.
+        """
         if self._is_closing():
             return
         self._stop_reading()
-        cycle = self.cycle
+        cycle, path = self.cycle, ""
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started or not cycle.more_body:
                 cycle.keep_alive = False
                 return
             cycle.disconnected = True  # the rest of its body will not come
             cycle.message_event.set()
+            path = cycle.scope["path"]
         self.logger.info("%s - refused with %d: %s", self.client, status, message)
-        body = json.dumps(ApiError(status, message).body).encode()
+        error = protocol_error(status, message, code)
+        body = error_text(error, path).encode()
         headers = (
             *self.server_state.default_headers,
+            *((name.encode(), value.encode()) for name, value in error.headers.items()),
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),

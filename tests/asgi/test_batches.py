@@ -231,8 +231,12 @@ async def test_what_is_refused(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.batches.create(**{**good, name: value})
         assert caught.value.param == name
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as missing:
         await client.batches.create(**{**good, "input_file_id": "file-x"})
+    assert missing.value.param == "input_file_id"
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.files.retrieve("file-x")
+    assert (missing.value.param, missing.value.code) == (None, "not_found")
     with pytest.raises(openai.NotFoundError):
         await client.batches.retrieve("batch_x")
     with pytest.raises(openai.BadRequestError) as caught:
@@ -241,6 +245,26 @@ async def test_what_is_refused(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as large:
         await client.files.create(file=("a.jsonl", b"x" * (SHARE - 100)), purpose="batch")
     assert large.value.status_code == 413 and "delete some" in large.value.message
+
+
+async def test_forms(url: str) -> None:
+    """A content type in any case; what its parser refuses has a code, and the field it knows."""
+    form = b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+    purpose = form % (b"purpose", b"", b"batch")
+    file = form % (b"file", b'; filename="a"', lines([chat("a")]))
+    headers = {
+        "content-type": "Multipart/Form-Data; boundary=x",
+        "authorization": f"Bearer {KEYS['ann']}",
+    }
+    async with httpx.AsyncClient(base_url=f"{url}/v1", headers=headers) as client:
+        answer = await client.post("/files", content=purpose + file + b"--x--\r\n")
+        assert answer.status_code == 200, answer.text
+        large = form % (b"expires_after", b"", b"a" * 5000)
+        for body, parameter in ((file + file, "file"), (large, None)):
+            answer = await client.post("/files", content=purpose + body + b"--x--\r\n")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "invalid_value")
+            assert error["param"] == parameter
 
 
 async def test_files_and_batches_are_their_owners(url: str, client: AsyncOpenAI) -> None:

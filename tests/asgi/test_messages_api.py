@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from aioengine import AsyncEngine
+from aioengine.asgi import service_app
 from aioengine.asgi.api.fields import ANTHROPIC, BLOCKS
 from aioengine.asgi.api.messages import read_counted, read_messages
 from aioengine.errors import InvalidRequestError
@@ -503,6 +504,21 @@ async def test_kinds_of_errors(folder: Path) -> None:
                 response = await client.post(PATH, json=ASK, headers=headers)
                 assert response.status_code == 200
             assert (await client.post(PATH, json=ASK)).status_code == 401
+
+
+async def test_errors_that_come_before_an_endpoint(engine: AsyncEngine) -> None:
+    app = service_app(engine, trusted_hosts="loopback", allowed_origins=[])
+    async with client_of(app) as client:
+        for path in (PATH, f"{PATH}/count_tokens", f"{PATH}/"):
+            for method, headers, expected in (
+                ("POST", {"origin": "https://a.example"}, (403, "permission_error")),
+                ("POST", {"host": "a.example"}, (421, "invalid_request_error")),
+                ("GET", {}, (405, "invalid_request_error")),
+            ):
+                response = await client.request(method, path, headers=headers)
+                found = response.json()
+                assert found.keys() == {"type", "error"} and found["type"] == "error", path
+                assert (response.status_code, found["error"]["type"]) == expected
 
 
 async def test_a_stream_that_fails_ends_with_an_error(engine: AsyncEngine) -> None:

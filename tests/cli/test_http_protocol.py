@@ -122,7 +122,11 @@ async def refused(client: Client, status: int) -> None:
     found, headers, body = await client.answer()
     assert found == status
     assert headers["connection"] == "close"
-    assert json.loads(body)["error"]["message"]
+    error = json.loads(body)["error"]
+    codes = {400: "invalid_value", 408: "timeout", 503: "overloaded"}
+    assert error["message"] and error["code"] == codes.get(status, "request_too_large")
+    assert (headers.get("retry-after") == "1") == (status == 503)
+    assert (error["type"] == "service_unavailable_error") == (status == 503)
     assert await client.is_closed()
 
 

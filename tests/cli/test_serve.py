@@ -164,17 +164,27 @@ async def test_while_it_drains_it_takes_nothing_new_and_finishes_the_old(folder:
     assert answer.json()["usage"]["completion_tokens"] > 0
 
 
-async def test_a_body_that_is_still_coming_is_too_late(folder: Path) -> None:
-    """It would keep the server for a minute, and be refused then."""
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_body_that_is_still_coming_is_too_late(folder: Path, path: str) -> None:
+    """It would keep the server for a minute, and be refused then, in the client's own shape."""
     async with served(folder) as (server, _, url):
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
         writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 100"), "it is read"
         await reader.readline()
         server.handle_exit(signal.SIGTERM, None)
         assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+        found, body = (await reader.read()).split(b"\r\n\r\n")
+        assert b"retry-after: 1\r\n" in found
+        error = json.loads(body)
+        if path == "/v1/messages":
+            assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+        else:
+            error = error["error"]
+            assert error["type"] == "service_unavailable_error"
+            assert error["code"] == "engine_closed"
         writer.close()
 
 

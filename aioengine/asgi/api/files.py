@@ -145,7 +145,7 @@ class Files:
     async def upload(self, scope: Scope, receive: BoundedBody, send: Send) -> None:
         """Take in a file of requests."""
         request = Request(scope, receive)
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise ApiError(400, "the body must be multipart/form-data", code="invalid_value")
         async with request.form(
             max_files=1, max_fields=len(FILES) + 1, max_part_size=MAX_FIELD_BYTES

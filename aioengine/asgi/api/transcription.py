@@ -85,7 +85,7 @@ class Transcription:
         processor = engine.processor
         if not isinstance(processor, SupportsTranscription):
             message = "the model does not write down speech; ask it in a chat"
-            raise ApiError(400, message, parameter="model")
+            raise ApiError(400, message, parameter="model", code="invalid_value")
         token_ids = processor.create_transcription_prompt(ask.language, ask.context)
         prompt = self._service.salted(scope, Prompt(token_ids=token_ids))
         windows, seconds = await run_apart(
