@@ -288,6 +288,15 @@ async def refused(client: AsyncOpenAI, error: type[openai.APIStatusError], **bod
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format",
         ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {}, "strict": "x"},
+                }
+            },
+            "response_format.json_schema.strict",
+        ),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"mm_processor_kwargs": 3}}, "mm_processor_kwargs"),
         ({"extra_body": {"cache_salt": {"a": 1}}}, "cache_salt"),

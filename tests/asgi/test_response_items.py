@@ -130,6 +130,7 @@ def test_items_behind_others() -> None:
 
 IMAGE = {"type": "input_image", "image_url": "https://a.example/x.png"}
 SOUND = {"type": "input_audio", "input_audio": {"x": 1}}
+SCHEMA = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": 3}, "input"),
@@ -205,7 +206,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "include"),
     ({"include": ["all"]}, "include"),
     ({"metadata": {"a": 3}}, "metadata"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"include_usage": True}, "stream": True}, "stream_options"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+    (
+        {"stream_options": {"include_obfuscation": 5}, "stream": True},
+        "stream_options.include_obfuscation",
+    ),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather", "x": 1}},
+        "tool_choice.x",
+    ),
+    (
+        {
+            "tools": [WEATHER],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "weather"}],
+                "name": "weather",
+            },
+        },
+        "tool_choice.name",
+    ),
+    ({"tools": [WEATHER], "tool_choice": {"type": ["function"]}}, "tool_choice.type"),
+    ({"text": {"format": {**SCHEMA, "name": 5}}}, "text.format.name"),
+    ({"text": {"format": {**SCHEMA, "strict": "x"}}}, "text.format.strict"),
+    ({"text": {"format": {**SCHEMA, "description": 5}}}, "text.format.description"),
+    ({"text": {"verbosity": "QQ"}}, "text.verbosity"),
+    ({"text": {"verbosity": ["low"]}}, "text.verbosity"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +17,13 @@ __all__ = [
     "FORMAT",
     "SCHEMA",
     "Ask",
+    "check_schema",
     "flag",
     "in_words",
     "make_ask",
     "prompt_options",
     "read_metadata",
+    "read_stream_options",
     "read_structure",
     "wrong",
 ]
@@ -95,7 +97,6 @@ def make_ask(
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if "logit_bias" in given:
         sampling["logit_bias"] = _read_bias(given["logit_bias"])
-    is_streamed = flag(given, "stream")
     model = given.get("model")
     if not isinstance(model, str | None):
         raise wrong("model", "text")
@@ -114,8 +115,8 @@ def make_ask(
         model=model,
         fields=given,
         aliases=used,
-        is_streamed=is_streamed,
-        wants_usage=_wants_usage(given, is_streamed),
+        is_streamed=flag(given, "stream"),
+        wants_usage=read_stream_options(given).get("include_usage", False),
     )
 
 
@@ -162,12 +163,38 @@ def read_structure(given: Mapping[str, Any]) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True)
     described = wanted.get("json_schema") if kind == "json_schema" else None
     if isinstance(described, dict) and isinstance(described.get("schema"), dict):
-        known(described, SCHEMA, "response_format.json_schema.")
+        check_schema(described, "response_format.json_schema.")
         try:
             return StructuredOutputs(json=described["schema"])
         except InvalidRequestError as error:
             raise in_words(error, ALIASES) from error
     raise wrong("response_format", "of type text, json_object, or json_schema with a schema")
+
+
+def read_stream_options(
+    given: Mapping[str, Any], names: Sequence[str] = STREAM_OPTIONS
+) -> dict[str, bool]:
+    """The `stream_options` of a body, of these names. Raises InvalidRequestError."""
+    options = given.get("stream_options")
+    if options is None:
+        return {}
+    if not flag(given, "stream"):
+        raise wrong("stream_options", "absent where stream is not true")
+    if not isinstance(options, dict) or options.keys() - {*names}:
+        raise wrong("stream_options", f"an object with {' and '.join(names)} at most")
+    return {name: flag(options, name, "stream_options.") for name in names}
+
+
+def check_schema(given: Mapping[str, Any], path: str, fields: Fields = SCHEMA) -> None:
+    """Refuse what stands wrongly beside a schema. `path`: of the object, with a dot at its end.
+
+    Raises InvalidRequestError.
+    """
+    known(given, fields, path)
+    flag(given, "strict", path)
+    for name in ("name", "description"):
+        if not isinstance(given.get(name), str | None):
+            raise wrong(path + name, "text")
 
 
 def in_words(error: Exception, aliases: Mapping[str, str]) -> Exception:
@@ -194,18 +221,6 @@ def flag(given: Mapping[str, Any], name: str, path: str = "") -> bool:
 def wrong(name: str, rule: str) -> InvalidRequestError:
     """The error for a field that is not what it must be."""
     return InvalidRequestError(f"{name} must be {rule}", parameter=name)
-
-
-def _wants_usage(given: Mapping[str, Any], is_streamed: bool) -> bool:
-    options = given.get("stream_options")
-    if options is None:
-        return False
-    if not is_streamed:
-        raise wrong("stream_options", "absent where stream is not true")
-    if not isinstance(options, dict) or options.keys() - {*STREAM_OPTIONS}:
-        raise wrong("stream_options", f"an object with {' and '.join(STREAM_OPTIONS)} at most")
-    flags = {name: flag(options, name, "stream_options.") for name in STREAM_OPTIONS}
-    return flags["include_usage"]
 
 
 def _read_bias(given: Any) -> dict[int, Any]:

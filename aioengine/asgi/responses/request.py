@@ -11,15 +11,17 @@ from aioengine.asgi.api.asks import (
     FORMAT,
     SCHEMA,
     Ask,
+    check_schema,
     flag,
     in_words,
     make_ask,
     prompt_options,
     read_metadata,
+    read_stream_options,
     wrong,
 )
 from aioengine.asgi.api.chat import MAX_TOP_LOGPROBS, template_options
-from aioengine.asgi.api.fields import RESPONSES, known
+from aioengine.asgi.api.fields import RESPONSES, Fields, done, known
 from aioengine.asgi.responses.items import Conversation, read_items
 from aioengine.errors import InvalidRequestError, refuse_names, shown
 from aioengine.types import Prompt
@@ -41,6 +43,12 @@ INCLUDABLE = (
     *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
 )
 CHOICES = ("auto", "none", "required")
+CHOICE: Mapping[Any, Fields] = {
+    "function": {"type": done(), "name": done()},
+    "allowed_tools": {"type": done(), "mode": done(), "tools": done()},
+}
+"""Type of a choice among tools -> its fields."""
+VERBOSITIES = ("low", "medium", "high")
 REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 FUNCTION = re.compile(r"^(tools\[[0-9]+\])\.function\b")
 """Place in a tool of the engine's, which here has no function of its own."""
@@ -138,9 +146,7 @@ def read_response(body: Mapping[str, Any]) -> ResponseAsk:
 
 def _make_ask(given: Mapping[str, Any], prompt: Prompt, text_format: Any) -> Ask:
     """The part of the request that all endpoints have."""
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_obfuscation"}:
-        raise wrong("stream_options", "an object with include_obfuscation at most")
+    read_stream_options(given, ("include_obfuscation",))
     names = {name: value for name, value in given.items() if name != "stream_options"}
     names["max_tokens"] = given.get("max_output_tokens")
     if text_format is not None:
@@ -173,9 +179,11 @@ def _read_text(given: Any) -> dict[str, Any]:
         raise wrong("text", "an object with a format")
     refuse_names("text has no field {}", given, ("format", "verbosity"), prefix="text.")
     text = {name: value for name, value in given.items() if value is not None}
+    if text.get("verbosity", VERBOSITIES[0]) not in VERBOSITIES:
+        raise wrong("text.verbosity", f"one of {', '.join(VERBOSITIES)}")
     wanted = text.get("format")
     if isinstance(wanted, dict):
-        known(wanted, {**SCHEMA, "type": FORMAT["type"]}, "text.format.")
+        check_schema(wanted, "text.format.", {**SCHEMA, "type": FORMAT["type"]})
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         text["format"] = {"name": "answer", **wanted}
     return text
@@ -231,11 +239,12 @@ def _read_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[st
             raise wrong("tool_choice", f"one of {', '.join(CHOICES)}, or an object with a type")
         return tools, choice
     kind = choice.get("type")
-    if kind == "function":
-        return tools, {"type": "function", "function": {"name": choice.get("name")}}
-    if kind != "allowed_tools":
+    if not isinstance(kind, str) or kind not in CHOICE:
         message = f"tool_choice.type {shown(kind, 40)} is not supported: name a function"
         raise InvalidRequestError(message, parameter="tool_choice.type")
+    choice = known(choice, CHOICE[kind], "tool_choice.")
+    if kind == "function":
+        return tools, {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("mode") not in ("auto", "required"):
         raise wrong("tool_choice.mode", "auto or required")
     listed = choice.get("tools")
