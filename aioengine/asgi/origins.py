@@ -48,7 +48,7 @@ def guards(
             Middleware(
                 CORSMiddleware,
                 allow_origins=allowed_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after"],
             )

@@ -375,6 +375,7 @@ MINE = {"type": "image", "source": {"type": "file", "file_id": "a"}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens must be given"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"stop_sequences": "x"}, "stop_sequences must be a list of texts"),
     ({"messages": []}, "messages must be"),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{**HELLO[0], "name": "a"}]}, "'name' is not a field of messages[0]"),

@@ -84,7 +84,7 @@ async def test_chat_streamed(engine: AsyncEngine, client: AsyncOpenAI) -> None:
     ]
     assert not last.choices and last.usage is not None
     assert last.usage.completion_tokens == 12
-    assert all(chunk.usage is None for chunk in parts)
+    assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in parts)
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -231,8 +231,13 @@ async def test_text_completions_streamed(engine: AsyncEngine, client: AsyncOpenA
     ):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
+        assert "usage" in chunk.model_fields_set
         usage = chunk.usage or usage
     assert texts == expected
+    async for chunk in await client.completions.create(
+        model=MODEL, prompt="a", stream=True, **GREEDY
+    ):
+        assert "usage" not in chunk.model_fields_set, "nobody has asked"
     assert usage is not None and usage.completion_tokens == 24
 
 

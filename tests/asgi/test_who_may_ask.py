@@ -255,6 +255,9 @@ async def test_pages_of_allowed_origins_may_read(engine: AsyncEngine) -> None:
             asked = await client.options(CHAT, headers={"origin": origin, **preflight})
             assert (asked.status_code == 200) == (expected is not None)
             assert allowed(asked) == expected
+            deletes = {**preflight, "access-control-request-method": "DELETE"}
+            asked = await client.options("/v1/files/a", headers={"origin": origin, **deletes})
+            assert (asked.status_code == 200) == (expected is not None)
             for headers in ({}, key("secret")):  # errors are for reading, too
                 answer = await client.get("/v1/models", headers={"origin": origin, **headers})
                 assert answer.status_code == (200 if headers else 401)

@@ -64,6 +64,8 @@ class ChoicesAnswer(Answer):
     def __init__(self, model: str, texts: TokenTexts, ask: Ask) -> None:
         super().__init__(model, texts, ask)
         self._head = {"created": self.created, "model": model}
+        self._no_usage = {"usage": None} if ask.wants_usage else {}
+        """Of all chunks but the last, for those who asked for usage."""
         self._num_logprobs = ask.params.logprobs or 0
         self._piece = max(1, PIECE // (1 + self._num_logprobs))
         """Positions that are written out at a time."""
@@ -117,7 +119,8 @@ class ChoicesAnswer(Answer):
         return number * self._ask.params.n + index
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": self.chunk, **self._head, "choices": choices}
+        head = {"id": self.id, "object": self.chunk, **self._head}
+        return {**head, "choices": choices, **self._no_usage}
 
     async def _all_logprobs(self, number: int, output: CompletionOutput) -> dict[str, Any] | None:
         """Piece by piece, so that thousands of tokens do not hold the loop."""

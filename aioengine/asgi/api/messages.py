@@ -67,6 +67,8 @@ def read_counted(body: Mapping[str, Any]) -> Ask:
         "thinking_budget": thinking.get("budget_tokens"),
     }
     if "stop_sequences" in given:
+        if not isinstance(given["stop_sequences"], list):
+            raise wrong("stop_sequences", "a list of texts")
         fields["stop"] = given["stop_sequences"]
     if (budget := thinking.get("budget_tokens")) is not None:
         fields["thinking_budget"] = budget
