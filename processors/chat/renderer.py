@@ -228,7 +228,7 @@ class ChatRenderer:
             }
         modality = PARTS.get(kind) if isinstance(kind, str) else None
         if modality is None:
-            named = kind if isinstance(kind, str) else type(kind).__name__
+            named = kind if isinstance(kind, str | None) else type(kind).__name__
             raise UnsupportedModalityError(
                 f"{path} has the type {shown(named, 40)}; supported: text, {', '.join(PARTS)}",
                 parameter=path,
