@@ -51,6 +51,8 @@ def _variants(
     if not isinstance(schema, Mapping):
         raise NotWritableError("allows no value")
     rest = {key: value for key, value in schema.items() if key not in ABOUT}
+    if schema.get("nullable") is True:  # as transformers writes Optional
+        yield {"type": "null"}
     if "$ref" in rest:
         aim = _resolve(root, rest.pop("$ref"))
         yield from _variants({**aim, **rest}, root, visits)

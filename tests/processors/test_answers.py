@@ -227,6 +227,10 @@ def test_a_value_in_tags_that_is_no_json_ends_at_its_tag() -> None:
     [
         ({"type": "string"}, "3", "3"),
         ({"type": ["string", "null"]}, "null", None),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": True}, "nullable", "nullable"),
+        ({"type": "string", "enum": ["a"], "nullable": True}, "None", None),
+        ({"type": "string", "nullable": False}, "null", "null"),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
         ({"anyOf": [{"type": "string"}, {"type": "object"}]}, '{"a": 1}', {"a": 1}),
         ({"anyOf": [{"type": "string"}, {"type": "object"}]}, "{a", "{a"),
