@@ -70,12 +70,13 @@ class AnswerText:
         self._mark: int | None = None  # from here on it may be read once more
         self._num_in_vain = 0
         self._seen: dict[str, tuple[int, int]] = {}
-        """Of a whole answer: text -> characters left where it was looked for, and where it is."""
+        """Text -> characters left where it was looked for, and where it is."""
 
     def add(self, text: str) -> None:
         """Take the text that comes next."""
         first = self._at if self._mark is None else min(self._at, self._mark)
         self._text = self._text[first:] + text
+        self._seen.clear()
         self._at -= first
         if self._mark is not None:
             self._mark -= first
@@ -92,7 +93,7 @@ class AnswerText:
             if strips:
                 self._skip_blanks()
             place, end = self._find(ends)
-            whole = self._text[self._at : place] if end else self._certain(ends)
+            whole = self._text[self._at : place if end else self._certain(ends)]
             self._at += len(whole) + len(end)
             is_last = self.is_over and not end
             text = whole.rstrip(BLANKS) if ends and not is_last else whole
@@ -115,14 +116,12 @@ class AnswerText:
         one may have begun before it."""
         found = [(place, end) for end in ends if (place := self._place(end)) >= 0]
         place, end = min(found, key=lambda each: (each[0], -len(each[1])), default=(-1, ""))
-        if end and len(ends) > 1 and place > self._at + len(self._certain(ends)):
+        if end and len(ends) > 1 and place > self._certain(ends):
             return -1, ""
         return place, end
 
     def _place(self, end: str) -> int:
-        """Find a text; -1: it is not there. In a whole answer each part is looked through once."""
-        if not self.is_over:
-            return self._text.find(end, self._at)
+        """Find a text; -1: it is not there. Each part is looked through once until more comes."""
         num_left = len(self._text) - self._at
         from_there, found = self._seen.get(end, (-1, 0))
         if not found <= num_left <= from_there:
@@ -131,16 +130,16 @@ class AnswerText:
             self._seen[end] = num_left, found
         return len(self._text) - found if found else -1
 
-    def _certain(self, ends: Sequence[str]) -> str:
-        """Return the text that no end can begin in."""
+    def _certain(self, ends: Sequence[str]) -> int:
+        """Return how far the text goes that no end can begin in."""
         if self.is_over or not ends:
-            return self._text[self._at :]
+            return len(self._text)
         beginnings, letters, longest = _beginnings(tuple(ends))
         last = self._text[max(self._at, len(self._text) - longest) :]
         held = 0
         if not letters.isdisjoint(last):  # seldom
             held = next((n for n in range(len(last), 0, -1) if last[-n:] in beginnings), 0)
-        return self._text[self._at : len(self._text) - held]
+        return len(self._text) - held
 
     def peek(self, *words: str) -> Reading:
         """Read over blanks; return the word that comes next, None for another text."""
@@ -175,7 +174,7 @@ class AnswerText:
                 if parts:
                     self.put_back("".join(parts))
                 return None
-            parts.append(self._text[self._at : place] if end else self._certain(ends))
+            parts.append(self._text[self._at : place if end else self._certain(ends)])
             self._at += len(parts[-1]) + len(end)
             if end:
                 return "".join(parts), end

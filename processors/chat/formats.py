@@ -28,6 +28,7 @@ from aioengine.processors.chat.described import (
     read_described,
     thought_of,
 )
+from aioengine.processors.chat.lax_json import QUOTE, as_json
 from aioengine.processors.chat.schemas import argument_variants, cast_text, may_be_json
 
 __all__ = ["FORMATS", "PLAIN", "AnswerFormat", "find_format", "register_answer_format"]
@@ -185,10 +186,7 @@ def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
 def _in_turns(text: AnswerText, _tools: Tools) -> Reading:
     """Gemma 4: `<|channel>thought` and `<|tool_call>call:name{key:value}`, whose strings may hold
     the closing mark."""
-    from transformers.utils.chat_parsing.content_parsers import parse_content
-
-    quote, end = '<|"|>', "<tool_call|>"
-    lax = {"unquoted_keys": True, "string_delims": [[quote, quote]]}
+    quote, end = QUOTE, "<tool_call|>"
     inside = {"": (end, quote, '"'), quote: (quote,), '"': ('"', '\\"', "\\\\")}
 
     def read_calls() -> Reading:
@@ -206,23 +204,11 @@ def _in_turns(text: AnswerText, _tools: Tools) -> Reading:
                 string = "" if string else found[1]
         else:
             body.append(text.rest())
-        yield text.arguments(_strict("".join(body), lambda x: parse_content(x, "json", lax)))
+        yield text.arguments(as_json("".join(body)))
         return True
 
     thought = "<|channel>thought", "<channel|>"
     yield from _with_calls(text, thought, "<|tool_call>call:", read_calls)
-
-
-def _strict(text: str, read: Callable[[str], Any]) -> str:
-    """The text where it is JSON, else what `read` makes of it, else the text all the same."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            return json.dumps(read(text))
-        except (ValueError, RecursionError):
-            pass
-    return text
 
 
 _CALL, _CALLS = "tool▁call", "tool▁calls"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils.chat_parsing.content_parsers import parse_content
 
 from aioengine.processors.chat.answers import MOST_IN_VAIN, AnswerParser, JsonScan
 from aioengine.processors.chat.formats import FORMATS, find_format
+from aioengine.processors.chat.lax_json import QUOTE, as_json
 
 WEATHER = {
     "type": "function",
@@ -158,6 +161,60 @@ def test_what_is_no_call_stays_text(answer: str) -> None:
 def test_broken_arguments_are_given_as_they_are() -> None:
     broken = '<tool_call>{"name": "weather", "arguments": {"city": "Par'
     assert read("hermes", "", [*broken])["calls"] == [["weather", '{"city": "Par']]
+
+
+GEMMA_TEXTS = st.text('ab,:{}[]<|>\\\n"é1', max_size=8).filter(lambda text: QUOTE not in text)
+KEYS = st.text("ab_é1", min_size=1, max_size=4)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | GEMMA_TEXTS,
+    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner),
+    max_leaves=8,
+)
+
+
+def in_gemma(value: Any, *, is_marked: bool) -> str:
+    """A value as Gemma writes it, its strings between marks or as JSON has them."""
+    if isinstance(value, dict):
+        found = (f"{key}:{in_gemma(each, is_marked=is_marked)}" for key, each in value.items())
+        return "{" + ",".join(found) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(in_gemma(each, is_marked=is_marked) for each in value)}]"
+    if isinstance(value, str) and is_marked:
+        return f"{QUOTE}{value}{QUOTE}"
+    return json.dumps(value)
+
+
+@given(value=st.dictionaries(KEYS, VALUES))
+def test_gemmas_notation_is_read_as_transformers_does(value: dict[str, Any]) -> None:
+    lax = {"unquoted_keys": True, "string_delims": [[QUOTE, QUOTE]]}
+    text = in_gemma(value, is_marked=True)
+    assert json.loads(as_json(text)) == parse_content(text, "json", lax) == value
+
+
+@given(value=st.dictionaries(KEYS, VALUES))
+def test_gemmas_keys_beside_plain_strings(value: dict[str, Any]) -> None:
+    """Which may look like keys within."""
+    assert json.loads(as_json(in_gemma(value, is_marked=False))) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{a:<|"|>x', '{a:<|"|>x}', '{a:"x}', '{a:"\\', '{a:x<|"|>}', "{a:", "{a:b}", '{"a":1,}'],
+)
+def test_what_is_not_gemmas_notation_stays_as_it_is(text: str) -> None:
+    assert as_json(text) == text
+
+
+@pytest.mark.parametrize("unit", ['<|"|>x<|"|>,', '"x",', '\\"', '<|"|>', "a:,", "aaaaa"])
+def test_a_call_of_gemma_takes_time_by_its_length(unit: str) -> None:
+    def seconds(count: int) -> float:
+        answer = "<|tool_call>call:weather{l:[" + unit * count + "0]}<tool_call|>"
+        begin = time.perf_counter()
+        read("gemma", "", [answer])
+        return time.perf_counter() - begin
+
+    least, most = (min(seconds(count) for _ in range(3)) for count in (2_000, 20_000))
+    assert most < 40 * least + 0.02  # a hundred times as long, were it quadratic
 
 
 DEEP = "[" * 100_000
