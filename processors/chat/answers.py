@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from aioengine.processors.chat.tools import MAX_ID, NAME
+
 __all__ = ["AnswerParser", "AnswerText", "JsonScan", "Parse", "Piece", "Reading"]
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
@@ -183,7 +185,11 @@ class AnswerText:
     def put_back(self, text: str) -> None:
         """Have a text that was read come once more."""
         self._num_in_vain += len(text)
-        self._text, self._at = text + self._text[self._at :], 0
+        begin = self._at - len(text)
+        if begin >= 0 and self._text.startswith(text, begin):
+            self._at = begin
+        else:
+            self._text, self._at = text + self._text[self._at :], 0
 
     @property
     def is_tiring(self) -> bool:
@@ -195,35 +201,56 @@ class AnswerText:
         text, self._at = self._text[self._at :], len(self._text)
         return text
 
-    def begin_call(self, name: str, call_id: str | None = None) -> Piece:
-        """Make the piece that a call begins with."""
+    def begin_call(self, name: str, call_id: object = None) -> Piece:
+        """Make the piece that a call begins with. An id that a conversation cannot have is none."""
         self.num_calls += 1
-        return Piece("call", name, self.num_calls - 1, call_id)
+        self._mark = None
+        is_text = isinstance(call_id, str) and call_id.isprintable()
+        own = str(call_id) if is_text and 0 < len(str(call_id)) <= MAX_ID else None
+        return Piece("call", name, self.num_calls - 1, own)
 
     def arguments(self, text: str) -> Piece:
         """Make a piece of the arguments of the call that has begun last."""
         return Piece("arguments", text, self.num_calls - 1)
 
-    def json_call(self) -> Reading:
-        """Read a call that is a JSON object with a name and arguments, in any order.
-
-        Returns whether it was one; if not, nothing has been read.
-        """
+    def attempt(self, reading: Reading) -> Reading:
+        """Read what may be a call. Returns whether one has begun; if not, nothing has been read."""
         if self.is_tiring:
             return False
-        self._mark = self._at
-        is_call = yield from self._json_call()
-        if self._mark is not None:
-            self._num_in_vain += self._at - self._mark
-            self._at, self._mark = self._mark, None
-        return is_call
+        num_calls, self._mark = self.num_calls, self._at
+        yield from reading
+        if self.num_calls > num_calls:
+            return True
+        self._num_in_vain += self._at - self._mark
+        self._at, self._mark = self._mark, None
+        return False
 
-    def _json_call(self) -> Reading:
+    def name(self) -> Reading:
+        """Read over blanks and the name of a tool, which is returned; None: there is none."""
+        yield from self.peek()
+        self._skip_blanks()
+        while True:
+            found = NAME.match(self._text, self._at)
+            end = found.end() if found else self._at
+            if end < len(self._text) or self.is_over:
+                self._at = end
+                return found and found[0]
+            yield None
+
+    def json_call(self, *before: str) -> Reading:
+        """Read a call that is a JSON object with a name and arguments, in any order.
+
+        `before`: words that come first. Returns whether it was one; if not, nothing has been read.
+        """
+        return (yield from self.attempt(self._json_call([*before, "{"])))
+
+    def _json_call(self, words: Sequence[str]) -> Reading:
         name: str | None = None
         call_id: str | None = None
         waiting, has_arguments = "", False
-        if (yield from self.take("{")) is None:
-            return False
+        for word in words:
+            if (yield from self.take(word)) is None:
+                return
         while True:
             key = yield from self._value()
             if key is None or not key.startswith('"') or (yield from self.take(":")) is None:
@@ -232,13 +259,14 @@ class AnswerText:
             if kind in ARGUMENT_KEYS and name is not None:
                 has_arguments = True
                 if not (yield from self.object_of_arguments()):
-                    return True
+                    return
             else:
                 value = yield from self._value()
                 if value is None:
                     break
                 if kind in NAME_KEYS and (name := _string(value)) is not None:
-                    self._mark = None  # it is one
+                    if NAME.fullmatch(name) is None:
+                        return
                     yield self.begin_call(name, call_id)
                     if waiting:
                         has_arguments = True
@@ -251,7 +279,6 @@ class AnswerText:
                 break
         if name is not None and not has_arguments:
             yield self.arguments("{}")
-        return name is not None
 
     def object_of_arguments(self) -> Reading:
         """Read arguments as they come, an object or one written in a string. Returns whether they

@@ -18,6 +18,7 @@ from aioengine.processors.chat.answers import (
     Tools,
 )
 from aioengine.processors.chat.calls import CallForm
+from aioengine.processors.chat.tools import NAME
 
 __all__ = ["forms_of", "is_read", "marks_of", "read_described", "thought_of"]
 
@@ -165,10 +166,16 @@ class _Regions:
         elif field == CALLS and kind == "region_chunk":
             self._raw += event["text"]
         elif field == CALLS:
-            self._raw = ""
+            raw, self._raw = self._raw, ""
             value = event["value"]
-            for call in value if isinstance(value, list) else [value]:
-                yield from self._call(call)
+            calls = value if isinstance(value, list) else [value]
+            found = [_read_call(call) for call in calls]
+            if all(NAME.fullmatch(name) for name, *_ in found):
+                for name, arguments, call_id in found:
+                    yield self._text.begin_call(name, call_id)
+                    yield self._text.arguments(arguments)
+            else:
+                yield Piece("content", raw)
         elif kind == "region_chunk" and field in ("content", *REASONING):
             yield from self._more(event["text"], is_content=field == "content")
 
@@ -187,9 +194,13 @@ class _Regions:
             self._has_begun = True
             yield Piece("content" if is_content else "reasoning", shown)
 
-    def _call(self, call: Any) -> Iterator[Piece]:
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        arguments = function.get("arguments", {})
-        yield self._text.begin_call(str(function.get("name", "")), call.get("id"))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        yield self._text.arguments(text)
+
+def _read_call(call: Any) -> tuple[str, str, object]:
+    """Return the name, the arguments and the id of a call; no name where it is none."""
+    call = call if isinstance(call, Mapping) else {}
+    function = call.get("function", call)
+    function = function if isinstance(function, Mapping) else {}
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    name = function.get("name")
+    return name if isinstance(name, str) else "", text, call.get("id")

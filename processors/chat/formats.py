@@ -30,6 +30,7 @@ from aioengine.processors.chat.described import (
 )
 from aioengine.processors.chat.lax_json import QUOTE, as_json
 from aioengine.processors.chat.schemas import argument_variants, cast_text, may_be_json
+from aioengine.processors.chat.tools import NAME
 
 __all__ = ["FORMATS", "PLAIN", "AnswerFormat", "find_format", "register_answer_format"]
 
@@ -79,9 +80,8 @@ def _tagged(text: AnswerText, tools: Tools) -> Reading:
     tags in tags."""
 
     def read_calls() -> Reading:
-        if (yield from text.take("<function=")) is not None:
-            yield from _tagged_call(text, tools)
-        elif not (yield from text.json_call()):
+        is_call = yield from text.json_call()
+        if not is_call and not (yield from text.attempt(_tagged_call(text, tools))):
             return False
         yield from text.until(None, "</tool_call>")
         return True
@@ -90,11 +90,12 @@ def _tagged(text: AnswerText, tools: Tools) -> Reading:
 
 
 def _tagged_call(text: AnswerText, tools: Tools) -> Reading:
-    """`<function=name><parameter=key>value</parameter></function>`, whose name comes now."""
-    found = yield from text.text_until(">")
-    if found is None:
+    """`<function=name><parameter=key>value</parameter></function>`."""
+    if (yield from text.take("<function=")) is None:
         return
-    name = found[0].strip()
+    name = yield from text.name()
+    if name is None or (yield from text.take(">")) is None:
+        return
     yield text.begin_call(name)
     separator = "{"
     while (yield from text.take("<parameter=", "</function>")) == "<parameter=":
@@ -142,20 +143,20 @@ def _bare(text: AnswerText, tools: Tools) -> Reading:
 def _listed(text: AnswerText, _tools: Tools) -> Reading:
     """Mistral: `[TOOL_CALLS]` and a JSON list of calls, or a name, `[ARGS]` and an object."""
 
-    def read_calls() -> Reading:
-        if (yield from text.take("[")) is not None:
-            while (yield from text.json_call()):
-                if (yield from text.take(",", "]")) != ",":
-                    break
-            return True
-        found = yield from text.text_until("[ARGS]", "[CALL_ID]")
-        if found is not None:
-            name, call_id = found[0].strip(), None
-            if found[1] == "[CALL_ID]":
-                marked = yield from text.text_until("[ARGS]")
-                call_id = None if marked is None else marked[0].strip()
-            yield text.begin_call(name, call_id)
+    def named_call() -> Reading:
+        name = yield from text.name()
+        mark = None if name is None else (yield from text.take("[ARGS]", "[CALL_ID]"))
+        call_id = (yield from text.text_until("[ARGS]")) if mark == "[CALL_ID]" else ("",)
+        if name is not None and mark is not None and call_id is not None:
+            yield text.begin_call(name, call_id[0].strip())
             yield from text.object_of_arguments()
+
+    def read_calls() -> Reading:
+        if not (yield from text.json_call("[")):
+            return (yield from text.attempt(named_call()))
+        while (yield from text.json_call(",")):
+            pass
+        yield from text.take("]")
         return True
 
     yield from _with_calls(text, ("[THINK]", "[/THINK]"), "[TOOL_CALLS]", read_calls)
@@ -167,9 +168,9 @@ def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
     while (header := (yield from text.text_until("<|message|>"))) is not None:
         head = header[0].split("<|start|>")[-1]
         channel = head.partition("<|channel|>")[2].split()
-        to = next((word for word in head.split() if "to=functions." in word), None)
-        if to is not None:
-            name = to.partition("to=functions.")[2].partition("<|")[0]
+        to = next((word for word in head.split() if "to=functions." in word), "")
+        name = to.partition("to=functions.")[2].partition("<|")[0]
+        if NAME.fullmatch(name):
             yield text.begin_call(name)
             is_json = (yield from text.peek("{")) is not None
             if is_json:  # whose strings may hold an end
@@ -189,11 +190,11 @@ def _in_turns(text: AnswerText, _tools: Tools) -> Reading:
     quote, end = QUOTE, "<tool_call|>"
     inside = {"": (end, quote, '"'), quote: (quote,), '"': ('"', '\\"', "\\\\")}
 
-    def read_calls() -> Reading:
-        name = yield from text.text_until("{")
-        if name is None:
-            return True
-        yield text.begin_call(name[0].strip())
+    def call() -> Reading:
+        name = yield from text.name()
+        if name is None or (yield from text.take("{")) is None:
+            return
+        yield text.begin_call(name)
         body, string = ["{"], ""  # the delimiter of a string that is open
         while (found := (yield from text.text_until(*inside[string]))) is not None:
             body.append(found[0])
@@ -205,10 +206,9 @@ def _in_turns(text: AnswerText, _tools: Tools) -> Reading:
         else:
             body.append(text.rest())
         yield text.arguments(as_json("".join(body)))
-        return True
 
     thought = "<|channel>thought", "<channel|>"
-    yield from _with_calls(text, thought, "<|tool_call>call:", read_calls)
+    yield from _with_calls(text, thought, "<|tool_call>call:", lambda: text.attempt(call()))
 
 
 _CALL, _CALLS = "tool▁call", "tool▁calls"
@@ -228,23 +228,27 @@ def _between_bars(text: AnswerText, tools: Tools) -> Reading:
     """DeepSeek: calls between marks; arguments behind the name, in a JSON block in older models."""
     marks = _DEEPSEEK
 
+    def call() -> Reading:
+        yield from text.take(marks["call"])
+        name = yield from text.name()
+        if name is None or (yield from text.take(marks["next"])) is None:
+            return
+        if name == "function" and not (name in tools and (yield from text.peek("{"))):
+            name = yield from text.name()
+            is_json = (yield from text.take("```json")) or (yield from text.peek("{"))
+            if name is None or is_json is None:
+                return
+        yield text.begin_call(name)
+        yield from text.object_of_arguments()
+        yield from text.until(None, marks["end"])
+
     def read_calls() -> Reading:
-        while (yield from text.until(None, marks["call"], marks["ends"])) == marks["call"]:
-            head = yield from text.text_until(marks["next"])
-            name = "" if head is None else head[0].strip()
-            is_older = name == "function"
-            if is_older and name in tools:
-                is_older = (yield from text.peek("{")) is None
-            if head is not None and is_older:
-                head = yield from text.text_until("\n")
-                name = "" if head is None else head[0].strip()
-                yield from text.take("```json")
-            if head is None:
-                break
-            yield text.begin_call(name)
-            yield from text.object_of_arguments()
-            yield from text.until(None, marks["end"])
-        return True
+        is_call = more = yield from text.attempt(call())
+        while more:
+            more = yield from text.attempt(call())
+        if is_call:
+            yield from text.until(None, marks["ends"])
+        return is_call
 
     yield from _with_calls(text, _THINK, marks["calls"], read_calls)
 

@@ -14,6 +14,7 @@ from transformers.utils.chat_parsing.content_parsers import parse_content
 from aioengine.processors.chat.answers import MOST_IN_VAIN, AnswerParser, JsonScan
 from aioengine.processors.chat.formats import FORMATS, find_format
 from aioengine.processors.chat.lax_json import QUOTE, as_json
+from aioengine.processors.chat.tools import NAME
 
 WEATHER = {
     "type": "function",
@@ -156,6 +157,52 @@ def test_a_text_without_marks_is_content(name: str, text: str) -> None:
 )
 def test_what_is_no_call_stays_text(answer: str) -> None:
     assert read("hermes", "", [*answer]) == {"content": answer, "reasoning": "", "calls": []}
+
+
+NAMED = {
+    "hermes": '<tool_call>{"arguments": {"a": 1}, "name": "NAME"}</tool_call>',
+    "tags": "<tool_call><function=NAME><parameter=a>1</parameter></function></tool_call>",
+    "llama3": '{"name": "NAME", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": {"a": 1}}]',
+    "mistral names": '[TOOL_CALLS]NAME[ARGS]{"a": 1}',
+    "gemma": "<|tool_call>call:NAME{a:1}<tool_call|>",
+    "deepseek": f"{DS[0]}{D['b']}function{D['s']}NAME\n```json\n{{}}\n```{D['e']}{DS[1]}",
+    "deepseek 3.1": f'{DS[0]}{D["b"]}NAME{D["s"]}{{"a": 1}}{D["e"]}{DS[1]}',
+    "harmony": '<|channel|>commentary to=functions.NAME<|message|>{"a": 1}<|call|>',
+}
+
+
+@pytest.mark.parametrize("form", NAMED)
+@pytest.mark.parametrize("name", ["", "get weather", "<b>", "n" * 257, "wetter\xad", "é", "a/b-1"])
+def test_a_call_has_a_name_that_a_tool_can_have(form: str, name: str) -> None:
+    """Else the message that it stands in would be refused in the next conversation."""
+    kind = "hermes" if form == "tags" else form.split()[0]
+    answer = NAMED[form].replace("NAME", name)
+    tools = [{"function": {"name": name}}]
+    found = read(kind, "", [answer], tools)
+    if form == "harmony" and " " in name:
+        name = name.split()[0]  # what follows a name there is a type
+    if NAME.fullmatch(name):
+        assert [call[0] for call in found["calls"]] == [name] and not found["content"]
+    else:
+        assert not found["calls"]
+        assert found["content"] == ('{"a": 1}' if form == "harmony" else answer)
+    assert read(kind, "", [*answer], tools) == found
+    for cut in range(len(answer)):
+        assert read(kind, "", [answer[:cut], answer[cut:]], tools) == found
+
+
+@pytest.mark.parametrize("call_id", ["", "\n", "\x1b[0m", "i" * 257, 7, None, "call_1"])
+def test_a_call_has_an_id_that_a_conversation_can_have(call_id: Any) -> None:
+    call = json.dumps({"id": call_id, **CALL})
+    forms = {"hermes": f"<tool_call>{call}</tool_call>", "mistral": f"[TOOL_CALLS][{call}]"}
+    if isinstance(call_id, str):
+        forms["mistral "] = f"[TOOL_CALLS]weather[CALL_ID]{call_id}[ARGS]{JSON}"
+    for kind, answer in forms.items():
+        pieces = AnswerParser(FORMATS[kind.strip()].parse, "", [WEATHER]).feed(answer)
+        assert [piece.id for piece in pieces if piece.kind == "call"] == [
+            call_id if call_id == "call_1" else None
+        ]
 
 
 def test_broken_arguments_are_given_as_they_are() -> None:
@@ -407,6 +454,9 @@ def test_a_format_that_the_checkpoint_describes() -> None:
     whole = found([answer])
     assert whole[:3] == ["hm", "I look.", "weather"] and json.loads(whole[3]) == ARGUMENTS
     assert found([*answer]) == whole
+    for no_call in ("[1]", "7", '{"name": "get weather"}', '{"name": 7}', '{"arguments": {}}'):
+        answer = f"x</think> <call>{no_call}</call>"
+        assert found([answer]) == found([*answer]) == ["x", no_call, "", ""]
     broken = "x</think> <call>{broken</call> y"
     assert found([broken]) == found([*broken]) == ["x", "{broken y", "", ""]
 
