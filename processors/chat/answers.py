@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,8 @@ MOST_IN_VAIN = 1 << 16
 
 Else an answer of thousands of calls that do not end would be read to its end for each.
 """
-NAME_KEYS, ARGUMENT_KEYS = ("name",), ("arguments", "parameters")
+ARGUMENT_KEYS = ("arguments", "parameters")
+CALL_KEYS = ("type", "id", "name", *ARGUMENT_KEYS)
 
 
 class Piece(NamedTuple):
@@ -237,47 +238,51 @@ class AnswerText:
                 return found and found[0]
             yield None
 
-    def json_call(self, *before: str) -> Reading:
+    def json_call(self, *before: str, only: Container[str] | None = None) -> Reading:
         """Read a call that is a JSON object with a name and arguments, in any order.
 
-        `before`: words that come first. Returns whether it was one; if not, nothing has been read.
+        `before`: words that come first; `only`: names that a call can have, where an object that
+        has anything else than a call is none. Returns whether it was one; if not, nothing has been
+        read.
         """
-        return (yield from self.attempt(self._json_call([*before, "{"])))
+        return (yield from self.attempt(self._json_call([*before, "{"], only)))
 
-    def _json_call(self, words: Sequence[str]) -> Reading:
+    def _json_call(self, words: Sequence[str], only: Container[str] | None) -> Reading:
         name: str | None = None
         call_id: str | None = None
-        waiting, has_arguments = "", False
+        waiting, num_calls, is_other = "", self.num_calls, False
         for word in words:
             if (yield from self.take(word)) is None:
                 return
-        while True:
-            key = yield from self._value()
-            if key is None or not key.startswith('"') or (yield from self.take(":")) is None:
-                break
+        end: str | None = ","
+        while end == ",":
+            key = (yield from self.peek('"')) and (yield from self._value())
+            if key is None or (yield from self.take(":")) is None:
+                return
             kind = key.strip('"')
-            if kind in ARGUMENT_KEYS and name is not None:
-                has_arguments = True
+            is_other = is_other or kind not in CALL_KEYS
+            if is_other and only is not None and self.num_calls == num_calls:
+                return
+            if kind in ARGUMENT_KEYS and name is not None and self.num_calls == num_calls:
+                yield self.begin_call(name, call_id)
                 if not (yield from self.object_of_arguments()):
                     return
-            else:
-                value = yield from self._value()
-                if value is None:
-                    break
-                if kind in NAME_KEYS and (name := _string(value)) is not None:
-                    if NAME.fullmatch(name) is None:
-                        return
+            elif (value := (yield from self._value())) is None:
+                return
+            elif kind in ARGUMENT_KEYS:
+                waiting = waiting or _string(value) or value
+            elif kind == "id":
+                call_id = _string(value)
+            elif kind == "name" and name is None:
+                name = _string(value)
+                if name is None or not NAME.fullmatch(name) or name not in (only or (name,)):
+                    return
+                if waiting:
                     yield self.begin_call(name, call_id)
-                    if waiting:
-                        has_arguments = True
-                        yield self.arguments(waiting)
-                elif kind in ARGUMENT_KEYS:
-                    waiting = _string(value) or value
-                elif kind == "id" and name is None:
-                    call_id = _string(value)
-            if (yield from self.take(",", "}")) != ",":
-                break
-        if name is not None and not has_arguments:
+                    yield self.arguments(waiting)
+            end = yield from self.take(",", "}")
+        if end and name is not None and not is_other and self.num_calls == num_calls:
+            yield self.begin_call(name, call_id)
             yield self.arguments("{}")
 
     def object_of_arguments(self) -> Reading:

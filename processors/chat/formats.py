@@ -131,9 +131,13 @@ def _tagged_value(text: AnswerText, variants: Sequence[Mapping[str, Any]]) -> Re
 
 
 def _bare(text: AnswerText, tools: Tools) -> Reading:
-    """Llama 3: the whole answer is one call or several, with semicolons between them."""
+    """Llama 3: the whole answer is one call or several, with semicolons between them.
+
+    JSON without a mark may be any answer: it is a call where it is one of a tool.
+    """
     while (mark := (yield from text.take("<|python_tag|>", ";"))) is not None or tools:
-        if not (yield from text.json_call()):
+        is_marked = mark == "<|python_tag|>" or not tools
+        if not (yield from text.json_call(only=None if is_marked else tools)):
             if mark == ";":
                 yield Piece("content", mark)
             break

@@ -205,6 +205,66 @@ def test_a_call_has_an_id_that_a_conversation_can_have(call_id: Any) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "Ada Lovelace"@, "born": 1815}',
+        '{"name": "Ada Lovelace"@, "arguments": {}}',
+        '{"name": "weather", "born":@ 1815}',
+        '{"born":@ 1815, "name": "weather", "parameters": {}}',
+        '{"id": 7, "type": "x", "poem":@ "weather"}',
+        '{"parameters": {}, "name": "Ada"@}',
+        '{"name": ["weather"]@}',
+        '{"name": "weather"',
+        '{"parameters": {"city": "Par',
+    ],
+)
+def test_bare_json_that_calls_no_tool_is_content(answer: str) -> None:
+    """And comes as soon as it is known to be none, which is at the `@`."""
+    first, _, last = answer.partition("@")
+    for parts in ([first, last], [*first, *last]):
+        found = {"content": first + last, "reasoning": "", "calls": []}
+        assert read("llama3", "", parts) == found
+    parser = AnswerParser(FORMATS["llama3"].parse, "", [WEATHER])
+    assert not parser.feed(first[:-1])
+    assert "".join(piece.text for piece in parser.feed(first[-1])) == (first if last else "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments"),
+    [
+        ('{"name": "weather"}', "{}"),
+        ('{"type": "function", "id": "a", "name": "weather"}', "{}"),
+        (f'{{"name": "weather", "arguments": {JSON}}}', JSON),
+        (f'{{"parameters": {JSON}, "name": "weather"}}', JSON),
+        ('<|python_tag|>{"name": "search", "why": "", "parameters": {}}', "{}"),
+    ],
+)
+def test_bare_json_that_calls_a_tool(answer: str, arguments: str) -> None:
+    for parts in ([answer], [*answer]):
+        found = read("llama3", "", parts)
+        assert [call[1] for call in found["calls"]] == [arguments] and not found["content"]
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('"name": "weather", "name": "other", "arguments": {"a": 1}', '{"a": 1}'),
+        ('"name": "weather", "arguments": {"a": 1}, "parameters": {"b": 1}', '{"a": 1}'),
+        ('"arguments": {"a": 1}, "parameters": {"b": 1}, "name": "weather"', '{"a": 1}'),
+        ('"parameters": {"a": 1}, "name": "weather", "arguments": {"b": 1}', '{"a": 1}'),
+        ('"why": "b", "name": "weather", "arguments": {}, "more": 1', "{}"),
+        ('"name": "weather", "city": "x"', None),
+        ('"name": "weather", 7', None),
+    ],
+)
+def test_a_call_has_one_name_and_one_set_of_arguments(body: str, arguments: str | None) -> None:
+    answer = f"<tool_call>{{{body}}}</tool_call>"
+    calls = [["weather", arguments]] if arguments else []
+    expected = {"content": "" if calls else answer, "reasoning": "", "calls": calls}
+    assert read("hermes", "", [answer]) == read("hermes", "", [*answer]) == expected
+
+
 def test_broken_arguments_are_given_as_they_are() -> None:
     broken = '<tool_call>{"name": "weather", "arguments": {"city": "Par'
     assert read("hermes", "", [*broken])["calls"] == [["weather", '{"city": "Par']]
