@@ -97,19 +97,23 @@ def _tagged_call(text: AnswerText, tools: Tools) -> Reading:
     if name is None or (yield from text.take(">")) is None:
         return
     yield text.begin_call(name)
-    separator = "{"
-    while (yield from text.take("<parameter=", "</function>")) == "<parameter=":
+    before, end = "{", "</function>"
+    while (mark := (yield from text.take("<parameter=", end))) == "<parameter=":
         key = yield from text.text_until(">")
+        shown = json.dumps(text.rest() if key is None else key[0].strip())
         if key is None:
+            yield text.arguments(before + shown[:-1])  # it is cut off, as JSON would be
             return
         variants = argument_variants(tools.get(name, {}), key[0].strip())
         value = yield from _tagged_value(text, variants)
         if value is None:
+            yield text.arguments(f"{before}{shown}: {json.dumps(text.rest())[:-1]}")
             return
-        shown = json.dumps(cast_text(value.removeprefix("\n").removesuffix("\n"), variants))
-        yield text.arguments(f"{separator}{json.dumps(key[0].strip())}: {shown}")
-        separator = ", "
-    yield text.arguments("{}" if separator == "{" else "}")
+        value = cast_text(value.removeprefix("\n").removesuffix("\n"), variants)
+        yield text.arguments(f"{before}{shown}: {json.dumps(value)}")
+        before = ", "
+    if mark == end or (yield from text.peek("</tool_call>")):
+        yield text.arguments("{}" if before == "{" else "}")
 
 
 def _tagged_value(text: AnswerText, variants: Sequence[Mapping[str, Any]]) -> Reading:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -372,6 +373,34 @@ def test_closing_marks_in_texts_of_arguments(name: str, answer: str) -> None:
     assert called == "weather" and found.get("more", found) == {"city": CLOSING}
     for cut in range(len(whole)):
         assert read(name, "", [whole[:cut], whole[cut:]], [tool])["calls"] == [[called, arguments]]
+
+
+def test_a_call_that_is_cut_off_has_no_whole_arguments() -> None:
+    """In no format, wherever the cut is: a caller must not take them for all of them."""
+    for name, (kind, tail, answer, _) in ANSWERS.items():
+        for end in range(len(answer)):
+            for called, arguments in read(kind, tail, [answer[:end]])["calls"]:
+                assert called == "weather"
+                with suppress(ValueError):
+                    assert json.loads(arguments) == ARGUMENTS, (name, answer[:end])
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("", ""),
+        ("<parameter=ci", '{"ci'),
+        ("<parameter=city>Par</para", '{"city": "Par</para'),
+        ("<parameter=city>x</parameter><parameter=days", '{"city": "x", "days'),
+        ("<parameter=city>x</parameter></tool_call>", '{"city": "x"}'),
+        ("</tool_call>", "{}"),
+        ("</function>", "{}"),
+    ],
+)
+def test_arguments_in_tags_are_whole_at_their_end(body: str, arguments: str) -> None:
+    answer = "<tool_call><function=weather>" + body
+    for parts in ([answer], [*answer]):
+        assert read("hermes", "", parts)["calls"] == [["weather", arguments]]
 
 
 def test_a_value_in_tags_that_is_no_json_ends_at_its_tag() -> None:
