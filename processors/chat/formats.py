@@ -62,15 +62,27 @@ def _thinks(text: AnswerText, opening: str, closing: str) -> Reading:
 
 
 def _with_calls(
-    text: AnswerText, thought: tuple[str, str], begin: str, read_calls: Callable[[], Reading]
+    text: AnswerText,
+    thought: tuple[str, str],
+    begins: tuple[str, ...],
+    closes: tuple[str, ...],
+    read_calls: Callable[[], Reading],
 ) -> Reading:
-    """Read what is thought and said, and behind each `begin` calls, if `read_calls` finds any."""
+    """Read what is thought and said, and behind each of `begins` calls, if `read_calls` finds any.
+
+    `closes`: marks that may stand behind these, the last of which ends them.
+    """
     strips = yield from _thinks(text, *thought)
-    while end := (yield from text.until("content", thought[0], begin, strips=strips)):
+    outside = ends = (thought[0], *begins)
+    while end := (yield from text.until("content", *ends, strips=strips)):
         strips = True
         if end == thought[0]:
             yield from text.until("reasoning", thought[1], strips=True)
-        elif not (yield from read_calls()):
+        elif end in closes:
+            ends = outside if end == closes[-1] else ends
+        elif (yield from read_calls()):
+            ends = (*outside, *closes)
+        else:
             yield Piece("content", text.blanks + end)
             strips = False
 
@@ -80,13 +92,13 @@ def _tagged(text: AnswerText, tools: Tools) -> Reading:
     tags in tags."""
 
     def read_calls() -> Reading:
-        is_call = yield from text.json_call()
-        if not is_call and not (yield from text.attempt(_tagged_call(text, tools))):
-            return False
-        yield from text.until(None, "</tool_call>")
+        if not (yield from text.json_call()):
+            return (yield from text.attempt(_tagged_call(text, tools)))
+        while (yield from text.take("}")) or (yield from text.json_call()):
+            pass  # some models write one brace too many
         return True
 
-    yield from _with_calls(text, _THINK, "<tool_call>", read_calls)
+    yield from _with_calls(text, _THINK, ("<tool_call>",), ("</tool_call>",), read_calls)
 
 
 def _tagged_call(text: AnswerText, tools: Tools) -> Reading:
@@ -107,7 +119,8 @@ def _tagged_call(text: AnswerText, tools: Tools) -> Reading:
         variants = argument_variants(tools.get(name, {}), key[0].strip())
         value = yield from _tagged_value(text, variants)
         if value is None:
-            yield text.arguments(f"{before}{shown}: {json.dumps(text.rest())[:-1]}")
+            rest = json.dumps(text.rest().removeprefix("\n"))
+            yield text.arguments(f"{before}{shown}: {rest[:-1]}")
             return
         value = cast_text(value.removeprefix("\n").removesuffix("\n"), variants)
         yield text.arguments(f"{before}{shown}: {json.dumps(value)}")
@@ -167,7 +180,7 @@ def _listed(text: AnswerText, _tools: Tools) -> Reading:
         yield from text.take("]")
         return True
 
-    yield from _with_calls(text, ("[THINK]", "[/THINK]"), "[TOOL_CALLS]", read_calls)
+    yield from _with_calls(text, ("[THINK]", "[/THINK]"), ("[TOOL_CALLS]",), (), read_calls)
 
 
 def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
@@ -180,10 +193,11 @@ def _in_channels(text: AnswerText, _tools: Tools) -> Reading:
         name = to.partition("to=functions.")[2].partition("<|")[0]
         if NAME.fullmatch(name):
             yield text.begin_call(name)
-            is_json = (yield from text.peek("{")) is not None
-            if is_json:  # whose strings may hold an end
+            if (yield from text.peek("{")):  # whose strings may hold an end
                 yield from text.object_of_arguments()
-            yield from text.until(None if is_json else "arguments", *ends, call=text.num_calls - 1)
+                yield from text.until("content", *ends, strips=True)
+            else:
+                yield from text.until("arguments", *ends, call=text.num_calls - 1)
         else:
             kind = "reasoning" if channel[:1] == ["analysis"] else "content"
             yield from text.until(kind, *ends, strips=True)  # type: ignore[arg-type]
@@ -216,7 +230,7 @@ def _in_turns(text: AnswerText, _tools: Tools) -> Reading:
         yield text.arguments(as_json("".join(body)))
 
     thought = "<|channel>thought", "<channel|>"
-    yield from _with_calls(text, thought, "<|tool_call>call:", lambda: text.attempt(call()))
+    yield from _with_calls(text, thought, ("<|tool_call>call:",), (), lambda: text.attempt(call()))
 
 
 _CALL, _CALLS = "tool▁call", "tool▁calls"
@@ -248,17 +262,10 @@ def _between_bars(text: AnswerText, tools: Tools) -> Reading:
                 return
         yield text.begin_call(name)
         yield from text.object_of_arguments()
-        yield from text.until(None, marks["end"])
+        yield from text.take("```")
 
-    def read_calls() -> Reading:
-        is_call = more = yield from text.attempt(call())
-        while more:
-            more = yield from text.attempt(call())
-        if is_call:
-            yield from text.until(None, marks["ends"])
-        return is_call
-
-    yield from _with_calls(text, _THINK, marks["calls"], read_calls)
+    begins, ends = (marks["calls"], marks["call"]), (marks["end"], marks["ends"])
+    yield from _with_calls(text, _THINK, begins, ends, lambda: text.attempt(call()))
 
 
 def _plain(text: AnswerText, _tools: Tools) -> Reading:

@@ -266,6 +266,68 @@ def test_a_call_has_one_name_and_one_set_of_arguments(body: str, arguments: str 
     assert read("hermes", "", [answer]) == read("hermes", "", [*answer]) == expected
 
 
+ONE = '{"name": "weather", "arguments": {"a": 1}}'
+CALLED = ["weather", '{"a": 1}']
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "content", "count"),
+    [
+        ("hermes", f"<tool_call>{ONE}\n{ONE}</tool_call>", "", 2),
+        ("hermes", f"<tool_call>{ONE}<tool_call>{ONE}</tool_call>done", "done", 2),
+        ("hermes", f"<tool_call>{ONE} Now I wait.", "Now I wait.", 1),
+        ("hermes", f"<tool_call>{ONE} so </tool_call> it is", "soit is", 1),
+        ("hermes", f"<tool_call>{ONE[:-1]} so </tool_call>", "so", 1),
+        ("hermes", f"<tool_call>{ONE}}}\n</tool_call>", "", 1),
+        ("hermes", f"<tool_call>{ONE}\n{{no}}</tool_call>", "{no}", 1),
+        ("hermes", f"<tool_call>{ONE}</tool_call> a </tool_call>", "a </tool_call>", 1),
+        ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", 0),
+        ("mistral", "so [TOOL_CALLS][broken", "so [TOOL_CALLS][broken", 0),
+        ("mistral", f"[TOOL_CALLS][{ONE}, no]", ", no]", 1),
+        ("deepseek", f"{DS[0]}weather{D['s']}{CALLED[1]}{D['e']}{DS[1]}done", "done", 1),
+        ("deepseek", f"{D['b']}weather{D['s']}{CALLED[1]}{D['e']}", "", 1),
+        ("deepseek", f"{DS[0]}{D['b']}weather{D['s']}{CALLED[1]} so{D['e']}{DS[1]}", "so", 1),
+        ("deepseek", f"{DS[0]}{D['b']}weath", f"{DS[0]}{D['b']}weath", 0),
+        (
+            "harmony",
+            f"<|channel|>commentary to=functions.weather<|message|>{CALLED[1]} so<|call|>",
+            "so",
+            1,
+        ),
+    ],
+)
+def test_text_beside_calls_stays_content(kind: str, answer: str, content: str, count: int) -> None:
+    found = read(kind, "", [answer])
+    assert found["calls"] == count * [CALLED] and found["content"] == content
+    assert read(kind, "", [*answer]) == found
+
+
+PARTS = {
+    "hermes": (
+        "<function=weather>", "<function=", "<parameter=city>", "<parameter=", ">", "</parameter>",
+        "</function>", ONE, ONE[:20], ONE[:-1], "{", "}",
+    ),
+    "llama3": (ONE, ONE[:20], ONE[:-1], ";", "{", "}"),
+    "mistral": (ONE, ONE[:20], ONE[:-1], "[", ",", "]", "{", "}"),
+    "gemma": ("weather{", "{", "}", ":", '"'),
+    "deepseek": ("function", "```json", "\n", "{", "}"),
+}  # fmt: skip
+
+
+@given(kind=st.sampled_from(sorted(PARTS)), data=st.data())
+def test_no_word_of_an_answer_is_lost(kind: str, data: st.DataObject) -> None:
+    words = (*PARTS[kind], *FORMATS[kind].marks, "", "")
+    chosen = data.draw(st.lists(st.sampled_from(words), max_size=12))
+    said = [word or f"word{place}" for place, word in enumerate(chosen)]
+    answer = " ".join(said)
+    parser = AnswerParser(FORMATS[kind].parse, "", [WEATHER])
+    pieces = parser.feed(answer) + parser.finish()
+    found = "".join(piece.text + (piece.id or "") for piece in pieces)
+    for word in said:
+        assert not word.startswith("word") or word in found
+    assert read(kind, "", [*answer]) == read(kind, "", [answer])
+
+
 def test_broken_arguments_are_given_as_they_are() -> None:
     broken = '<tool_call>{"name": "weather", "arguments": {"city": "Par'
     assert read("hermes", "", [*broken])["calls"] == [["weather", '{"city": "Par']]
