@@ -197,6 +197,11 @@ class AnswerText:
         """Return whether so much was read in vain that it should be enough."""
         return self._num_in_vain > MOST_IN_VAIN
 
+    @property
+    def is_spent(self) -> bool:
+        """Return whether the answer is over, and all of it but blanks has been read."""
+        return self.is_over and self._behind_blanks(self._at) == len(self._text)
+
     def rest(self) -> str:
         """Read all that has come."""
         text, self._at = self._text[self._at :], len(self._text)
@@ -256,9 +261,10 @@ class AnswerText:
                 return
         end: str | None = ","
         while end == ",":
+            end = None
             key = (yield from self.peek('"')) and (yield from self._value())
             if key is None or (yield from self.take(":")) is None:
-                return
+                break
             kind = key.strip('"')
             is_other = is_other or kind not in CALL_KEYS
             if is_other and only is not None and self.num_calls == num_calls:
@@ -268,7 +274,7 @@ class AnswerText:
                 if not (yield from self.object_of_arguments()):
                     return
             elif (value := (yield from self._value())) is None:
-                return
+                break
             elif kind in ARGUMENT_KEYS:
                 waiting = waiting or _string(value) or value
             elif kind == "id":
@@ -281,9 +287,10 @@ class AnswerText:
                     yield self.begin_call(name, call_id)
                     yield self.arguments(waiting)
             end = yield from self.take(",", "}")
-        if end and name is not None and not is_other and self.num_calls == num_calls:
+        is_open = not is_other and self.num_calls == num_calls
+        if name is not None and is_open and (end or self.is_spent):
             yield self.begin_call(name, call_id)
-            yield self.arguments("{}")
+            yield self.arguments("{}" if end else "")
 
     def object_of_arguments(self) -> Reading:
         """Read arguments as they come, an object or one written in a string. Returns whether they

@@ -174,7 +174,7 @@ def _listed(text: AnswerText, _tools: Tools) -> Reading:
 
     def read_calls() -> Reading:
         if not (yield from text.json_call("[")):
-            return (yield from text.attempt(named_call()))
+            return (yield from text.attempt(named_call())) or text.is_spent
         while (yield from text.json_call(",")):
             pass
         yield from text.take("]")

@@ -216,7 +216,6 @@ def test_a_call_has_an_id_that_a_conversation_can_have(call_id: Any) -> None:
         '{"id": 7, "type": "x", "poem":@ "weather"}',
         '{"parameters": {}, "name": "Ada"@}',
         '{"name": ["weather"]@}',
-        '{"name": "weather"',
         '{"parameters": {"city": "Par',
     ],
 )
@@ -235,6 +234,7 @@ def test_bare_json_that_calls_no_tool_is_content(answer: str) -> None:
     ("answer", "arguments"),
     [
         ('{"name": "weather"}', "{}"),
+        ('{"name": "weather"', ""),
         ('{"type": "function", "id": "a", "name": "weather"}', "{}"),
         (f'{{"name": "weather", "arguments": {JSON}}}', JSON),
         (f'{{"parameters": {JSON}, "name": "weather"}}', JSON),
@@ -281,6 +281,7 @@ CALLED = ["weather", '{"a": 1}']
         ("hermes", f"<tool_call>{ONE}}}\n</tool_call>", "", 1),
         ("hermes", f"<tool_call>{ONE}\n{{no}}</tool_call>", "{no}", 1),
         ("hermes", f"<tool_call>{ONE}</tool_call> a </tool_call>", "a </tool_call>", 1),
+        ("mistral", "so [TOOL_CALLS] ", "so", 0),
         ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", 0),
         ("mistral", "so [TOOL_CALLS][broken", "so [TOOL_CALLS][broken", 0),
         ("mistral", f"[TOOL_CALLS][{ONE}, no]", ", no]", 1),
@@ -445,6 +446,14 @@ def test_a_call_that_is_cut_off_has_no_whole_arguments() -> None:
                 assert called == "weather"
                 with suppress(ValueError):
                     assert json.loads(arguments) == ARGUMENTS, (name, answer[:end])
+
+
+def test_a_call_that_is_cut_off_behind_its_name_has_no_arguments() -> None:
+    first = '<tool_call>{"name": "weather"'
+    for last in ("", " ", ",", ', "argu', ', "arguments"', ', "arguments": ', ', "id": "x'):
+        for parts in ([first + last], [*first, *last]):
+            found = {"content": "", "reasoning": "", "calls": [["weather", ""]]}
+            assert read("hermes", "", parts) == found
 
 
 @pytest.mark.parametrize(
