@@ -159,7 +159,7 @@ def error_text(error: ApiError, path: str = "") -> str:
     return json.dumps(anthropic_error(error) if is_anthropics else error.body)
 
 
-def error_response(error: ApiError, path: str = "") -> Response:
+def error_response(error: ApiError, path: str) -> Response:
     """The whole HTTP response to a request for a path."""
     text = error_text(error, path)
     return Response(text, error.status, dict(error.headers), media_type="application/json")

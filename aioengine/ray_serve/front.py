@@ -52,7 +52,7 @@ class Front:
         except ClientDisconnect:
             return Response()
         except Exception as error:
-            return error_response(_api_error(error))
+            return error_response(_api_error(error), request.url.path)
 
     async def _read(self, request: Request) -> HttpRequest:
         scope = request.scope
