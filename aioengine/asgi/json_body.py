@@ -237,7 +237,9 @@ def parse_object(body: bytes | memoryview, *, decodes_media: bool = False) -> di
         if _may_be_deep(rest):
             _check_depth(parsed)
         return _put_all_back(parsed, mark, cut) if cut else parsed
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
         raise ApiError(400, "the request body is not valid JSON", code=INVALID) from None
 
 
@@ -433,5 +435,9 @@ def _check_depth(parsed: dict[str, Any]) -> None:
         level = [each for each in chain.from_iterable(children) if isinstance(each, CONTAINERS)]
         if not level:
             return
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
     message = f"the request body has lists and objects more than {MAX_DEPTH} deep"
-    raise ApiError(400, message, code=INVALID)
+    return ApiError(400, message, code=INVALID)

@@ -140,7 +140,8 @@ class Detokenizer:
             self._begin()
         self._num_tokens += 1
         self._window.append(token_id)
-        fresh = self._decode_fresh()
+        # What waits for a character's end stands before a mark: none comes behind it.
+        fresh = self._decode_fresh(is_whole=token_id in self._marks)
         self._num_decoded += len(fresh)
         if token_id in self._marks:
             self._open_marks.append((self._num_decoded, self._marks[token_id]))
@@ -195,10 +196,10 @@ class Detokenizer:
                 break
         self._whole = len(self._window)
 
-    def _decode_fresh(self) -> str:
+    def _decode_fresh(self, *, is_whole: bool) -> str:
         whole = self._decode(self._window)
         num_unread = len(self._window) - self._whole
-        is_whole = not whole.endswith(REPLACEMENT) or num_unread >= MAX_UNREAD
+        is_whole = is_whole or not whole.endswith(REPLACEMENT) or num_unread >= MAX_UNREAD
         end = len(whole) if is_whole else len(whole.rstrip(REPLACEMENT))
         fresh = whole[self._num_read : end]
         self._num_read = max(self._num_read, end)

@@ -43,7 +43,7 @@ STOPPED = {
 }
 """llguidance's names of what has stopped it, in words."""
 AROUND = re.compile(
-    r"^((at )?\d+\(\d+\): )?(invalid regex .* \(in regex\): )?"
+    r"^((at )?\d+\(\d+\): )?(failed to compile JSON schema: )?(invalid regex .* \(in regex\): )?"
     r"|; \w+ in regex /.*$| \(at .*\)$|\. Enable .*$"
 )
 """Its places and excerpts of an expression, around what is wrong there."""
@@ -134,7 +134,7 @@ class Grammars:
 
     def _compile_text(self, write: Callable[[], str], count: int) -> list[Constraint]:
         with _refusing_panics():
-            grammar = write()
+            grammar = _in_any_tokens(write())
             found = []
             end = time.perf_counter() + MAX_COMPILE_S
             for _ in range(count):
@@ -300,6 +300,18 @@ def _grammar(structure: StructuredOutputs) -> str:
     else:
         found = LLMatcher.grammar_from_lark(structure.grammar or "")
     return found
+
+
+def _in_any_tokens(grammar: str) -> str:
+    """The grammar, which may be followed in any tokens that spell it.
+
+    Else what has to come is tokenised as a whole, and as a special token where it spells one: the
+    end of the answer, or what no grammar takes.
+    """
+    if grammar.startswith("{"):
+        (part,) = json.loads(grammar)["grammars"]
+        grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
+    return f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 
 def _quote(text: str) -> str:

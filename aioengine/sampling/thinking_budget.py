@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -51,11 +52,15 @@ class ThinkingBudget:
         self._reader = reader
         self._num_words = -(-vocab_size // 32)
         self._grammar = grammar
+        self._last: deque[int] = deque(maxlen=len(self._end))  # tokens of the output
+        self._num_taken = 0
         self._start: int | None = None  # output index of the first token of the end under way
 
     def mask(self, token_ids: Sequence[int], output_index: int) -> Tensor | None:
         """Return what may come; see `Constraint`."""
         allowed = None if self._grammar is None else self._grammar.mask(token_ids, output_index)
+        num_new, self._num_taken = output_index - self._num_taken, output_index
+        self._last.extend(token_ids[len(token_ids) - num_new :])
         forced = self._forced(output_index, allowed)
         if forced is None:
             return allowed
@@ -69,13 +74,28 @@ class ThinkingBudget:
         if self._start is not None and output_index >= self._start + len(self._end):
             # The reader may hold back the last letters of the mark, for a stop string.
             self._start = self._start if self._reader.is_thinking else None
-        elif self._start is None and self._reader.is_thinking:
-            is_spent = self._reader.num_thought >= self._budget
+        elif self._start is None and self._is_spent:
+            num_written = self._num_written()
             # A grammar wants a character that has begun to be finished first.
-            may_end = allowed is None or bool(allowed[self._end[0] // 32] >> self._end[0] % 32 & 1)
-            self._start = output_index if is_spent and may_end else None
+            if allowed is None or _has(allowed, self._end[num_written:]):
+                self._start = output_index - num_written
         place = len(self._end) if self._start is None else output_index - self._start
         return self._end[place] if place < len(self._end) else None
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._reader.is_thinking and self._reader.num_thought >= self._budget
+
+    def _num_written(self) -> int:
+        """How many of the end's tokens are the last that the model has written."""
+        last = tuple(self._last)
+        sizes = range(len(last), 0, -1)
+        return next((size for size in sizes if last[-size:] == self._end[:size]), 0)
+
+
+def _has(allowed: Tensor, token_ids: Sequence[int]) -> bool:
+    """Return whether a mask has the first of these tokens; true of none."""
+    return all(bool(allowed[each // 32] >> each % 32 & 1) for each in token_ids[:1])
 
 
 def end_tokens(tokenizer: Any, mark: str, vocab_size: int) -> list[int]:

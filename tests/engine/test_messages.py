@@ -257,6 +257,32 @@ async def test_properties_that_are_none(folder: Path, properties: Any) -> None:
         assert caught.value.parameter == "tools[0].function.parameters"
 
 
+@pytest.mark.parametrize("text", ["a</s>b", "x[TOOL_CALLS]y", "</tool_call>", "<other>"])
+async def test_arguments_that_spell_marks(folder: Path, name: str, text: str) -> None:
+    fields = {"t": {"enum": [text]}}
+    schema = {"type": "object", "properties": fields, "required": ["t"]}
+    async with running_engine(folder, max_model_len=1024) as engine:
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=200)
+        tools = [tool_of("f", schema)]
+        output = await engine.generate(ASKED, params, tools=tools, tool_choice="f")
+        assert output.message is not None
+        (call,) = output.message.tool_calls
+        assert call.read() == {"t": text}
+
+
+@pytest.mark.parametrize("cut", ["\ufffd", "caf\ufffd"])
+async def test_what_waits_for_its_end_stands_before_a_mark(
+    folder: Path, name: str, cut: str
+) -> None:
+    async with running_engine(folder, max_model_len=1024) as engine:
+        answer = ANSWERS[name].replace("hm", cut).replace("I look.", cut)
+        params = SamplingParams(temperature=0, max_tokens=script(engine, answer))
+        output = await engine.generate(ASKED, params, tools=[weather])
+        message = output.message
+        assert message is not None and [call.name for call in message.tool_calls] == ["weather"]
+        assert (message.reasoning, message.content) == (cut, cut)
+
+
 async def test_a_schema_of_a_tool_that_need_not_be_called(folder: Path) -> None:
     large = {"type": "object", "properties": {}, "description": "x" * 70_000}
     tools = [tool_of("f", {"type": "object", "properties": {}}), tool_of("g", large)]

@@ -152,9 +152,10 @@ async def test_each_format(tmp_path: Path, name: str, marks: str) -> None:
                 output = await stream.result()
             check(engine, wish, budget, output)
             assert said(deltas) == output.message
-        # A thought that ends before is not touched, nor is one without a bound.
+        # A thought that ends before is not touched, nor is one without a bound. Of the mark that
+        # ends it, some letters may come before the bound.
         short = Wish(engine.tokenizer, FORMS[name], [5])
-        for bound in (None, 5, 100):
+        for bound in (None, *range(5, 7 + len(short.end)), 100):
             check(engine, short, 5, await engine.generate(ASKED, asking(short, bound)))
         cut = await engine.generate(ASKED, asking(wish, 5, max_tokens=len(wish.begin) + 2))
         assert cut.message is not None and not cut.message.content
@@ -185,6 +186,16 @@ async def test_the_end_comes_once_where_a_stop_string_holds_it_back(hermes: Path
         # So is the last letter of what begins the thought, which is seen a token late.
         assert [*output.token_ids] == wish.tokens(6)
         assert output.message is not None and output.message.content == ANSWER
+
+
+@pytest.mark.parametrize("marks", MARKS)
+async def test_the_models_own_end_held_back_by_a_stop_string(tmp_path: Path, marks: str) -> None:
+    save(tmp_path, "hermes", marks)
+    async with running_engine(tmp_path) as engine:
+        wish = Wish(engine.tokenizer, FORMS["hermes"], [5])
+        for bound in range(5, 9):
+            asked = asking(wish, bound, stop=["</think>Z"])
+            check(engine, wish, 5, await engine.generate(ASKED, asked))
 
 
 async def test_company_and_preemption_change_nothing(hermes: Path) -> None:

@@ -318,6 +318,20 @@ async def test_one_sentence_says_why(
     assert str(caught.value) == f"structured_outputs cannot be followed: {reason}"
 
 
+@pytest.mark.parametrize("text", ["a</s>b", "</s>", "x<image>y", "<image></s>"])
+async def test_texts_that_spell_special_tokens(engine: AsyncEngine, text: str) -> None:
+    """They are written in letters, and end nothing."""
+    for structure in (
+        StructuredOutputs(choice=[text]),
+        StructuredOutputs(regex=text),
+        StructuredOutputs(grammar=f"start: {json.dumps(text)}"),
+    ):
+        assert await write(engine, structure) == text
+    schema = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
+    schema["additionalProperties"] = False
+    assert json.loads(await write(engine, StructuredOutputs(json=schema))) == {text: text}
+
+
 async def test_an_ambiguous_grammar_is_ended_before_it_costs_much(engine: AsyncEngine) -> None:
     grammars = engine._core.loaded.grammars
     structure = StructuredOutputs(**HOSTILE["an ambiguous grammar"])
