@@ -87,7 +87,7 @@ class ThinkingBudget:
         return self._reader.is_thinking and self._reader.num_thought >= self._budget
 
     def _num_written(self) -> int:
-        """How many of the end's tokens are the last that the model has written."""
+        """Count the tokens of the end that are the last that the model has written."""
         last = tuple(self._last)
         sizes = range(len(last), 0, -1)
         return next((size for size in sizes if last[-size:] == self._end[:size]), 0)
