@@ -126,7 +126,7 @@ class Detokenizer:
         self._num_read = 0  # characters of the window that are out
         self._num_tokens = 0
         self._held = ""  # decoded, not yet shown: it may begin a stop string
-        self._num_decoded = self._num_shown = 0  # characters
+        self._num_shown = 0  # characters
         self._shown: list[str] = []
 
     @property
@@ -141,10 +141,10 @@ class Detokenizer:
         self._num_tokens += 1
         self._window.append(token_id)
         # What waits for a character's end stands before a mark: none comes behind it.
-        fresh = self._decode_fresh(is_whole=token_id in self._marks)
-        self._num_decoded += len(fresh)
-        if token_id in self._marks:
-            self._open_marks.append((self._num_decoded, self._marks[token_id]))
+        mark = self._marks.get(token_id)
+        fresh = self._decode_fresh(is_whole=mark is not None)
+        if mark is not None:
+            self._open_marks.append((self._num_shown + len(self._held) + len(fresh), mark))
         if self._automaton is None:
             return self._show(fresh)
         text = self._held + fresh

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -376,16 +375,11 @@ def test_what_is_not_gemmas_notation_stays_as_it_is(text: str) -> None:
     assert as_json(text) == text
 
 
-@pytest.mark.parametrize("unit", ['<|"|>x<|"|>,', '"x",', '\\"', '<|"|>', "a:,", "aaaaa"])
-def test_a_call_of_gemma_takes_time_by_its_length(unit: str) -> None:
-    def seconds(count: int) -> float:
-        answer = "<|tool_call>call:weather{l:[" + unit * count + "0]}<tool_call|>"
-        begin = time.perf_counter()
-        read("gemma", "", [answer])
-        return time.perf_counter() - begin
-
-    least, most = (min(seconds(count) for _ in range(3)) for count in (2_000, 20_000))
-    assert most < 40 * least + 0.02  # a hundred times as long, were it quadratic
+@pytest.mark.parametrize("unit", ['<|"|>x<|"|>,', '"x",'])
+def test_a_call_of_gemma_with_very_many_strings(unit: str) -> None:
+    answer = "<|tool_call>call:weather{l:[" + unit * 20_000 + "0]}<tool_call|>"
+    ((called, arguments),) = read("gemma", "", [answer])["calls"]
+    assert called == "weather" and json.loads(arguments) == {"l": [*["x"] * 20_000, 0]}
 
 
 DEEP = "[" * 100_000

@@ -136,7 +136,7 @@ COMPLETIONS: Fields = {
     **GENERATION,
     "prompt": done("text or token ids, one or up to 128"),
     "best_of": done("as large as `n`"),
-    "logprobs": done("0 to 20"),
+    "logprobs": done("0 to 128"),
     "echo": refused("answers do not repeat the prompt; put it in front yourself", False),
     "suffix": refused("models go on behind a prompt, not before a suffix", ""),
 }
